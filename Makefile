@@ -1,0 +1,49 @@
+# Two commands do all set-up on a machine with Python and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One version for development and CI. The code itself supports torch >= 2.9.
+TORCH ?= torch==2.13.0
+MEMBERS := backends backends_ddp
+INSTALL := -e '.[dev]' $(addprefix -e ,$(MEMBERS))
+# Ranks share the cores; more threads than cores make every test slower.
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
+
+.PHONY: help demo setup test test-fast test-slow lint format types clean
+
+help:  ## Show what can be done
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed  ## Install everything for development into .venv
+
+$(VENV)/.installed: pyproject.toml $(addsuffix /pyproject.toml,$(MEMBERS)) core/src/drivetrain/__init__.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(INSTALL)
+	@touch $@
+
+demo: setup  ## Set up, then train on real data with two processes
+	$(BIN)/drivetrain launch --config_file examples/digits/ddp.yaml examples/digits/train.py
+
+test: setup lint  ## Everything CI runs
+	$(PYTEST)
+
+test-fast: setup  ## Under three minutes: no slow tests
+	$(PYTEST) -m 'not slow and not gpu' -x -q
+
+test-slow: setup  ## Only what is too long for test-fast
+	$(PYTEST) -m slow
+
+lint: setup  ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## Put the code in shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove what was built, the environment included
+	rm -rf $(VENV) build dist */build */dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

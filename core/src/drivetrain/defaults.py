@@ -1,0 +1,349 @@
+"""What core does for a hook that no plugin implements: one plain function a hook, with the contract's arguments.
+
+Plugins may call these, to add to a default instead of replacing it. They are never registered as a plugin, so that a
+plugin's implementation and core's default can't both run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import DrivetrainError
+from drivetrain.nested import map_leaves
+from drivetrain.world import Run, Topology, World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from drivetrain.bundle import Bundle
+    from drivetrain.config import RunConfig
+    from drivetrain.launch import LaunchPlan
+
+# ---------------------------------------------------------------------------------------------- the launcher's process
+
+
+def launch(plan: LaunchPlan) -> int:
+    from drivetrain.launch.elastic import start
+
+    return start(plan)
+
+
+def launch_environment(plan: LaunchPlan) -> Mapping[str, str]:
+    return {}
+
+
+def process_count(plan: LaunchPlan) -> int:
+    return max(1, torch.accelerator.device_count())
+
+
+# ----------------------------------------------------------------------------------------------------------- the world
+
+
+def device(topology: Topology) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if topology.local_rank >= count:
+        raise DrivetrainError(
+            f"process {topology.local_rank} of {topology.local_size} on this machine has no {accelerator.type} device "
+            f"of its own: there are {count}. Start at most {count} processes (num_processes), or use device: cpu"
+        )
+    torch.accelerator.set_device_index(topology.local_rank)
+    return torch.device(accelerator.type, topology.local_rank)
+
+
+def collectives(device_type: str) -> str:
+    import torch.distributed as dist
+
+    return dist.get_default_backend_for_device(device_type)
+
+
+def init_world(config: RunConfig, topology: Topology, device: torch.device, collectives: str | None) -> World:
+    if topology.size > 1:
+        raise DrivetrainError(
+            f"{topology.launcher} started {topology.size} processes, but this backend works with one. Name a backend "
+            f"for several processes (backend: in the YAML, or --backend); `drivetrain plugins` lists those installed"
+        )
+    return World(rank=0, size=1, device=device)
+
+
+def shutdown(run: Run, error: BaseException | None) -> None:
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- prepare
+
+
+def init_context(run: Run) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def convert_model(run: Run, model: nn.Module) -> nn.Module:
+    return model
+
+
+def move_model(run: Run, model: nn.Module) -> nn.Module:
+    return model.to(run.world.device)
+
+
+def compile_model(run: Run, model: nn.Module, options: Mapping[str, Any]) -> None:
+    model.compile(**options)
+
+
+def prepare(run: Run, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    return None
+
+
+def wrap_model(run: Run, model: nn.Module) -> nn.Module:
+    return model
+
+
+def wrap_optimizer(run: Run, optimizer: Optimizer, models: Sequence[nn.Module]) -> Optimizer:
+    return optimizer
+
+
+def wrap_scheduler(run: Run, scheduler: Any, optimizers: Sequence[Any]) -> Any:
+    return scheduler
+
+
+def wrap_loader(run: Run, loader: Iterable[Any]) -> Iterable[Any]:
+    return loader
+
+
+def after_prepare(run: Run, bundle: Bundle) -> None:
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------- hot
+
+
+def place(run: Run, batch: Any) -> Any:
+    device = run.world.device
+    if type(batch) is Tensor:
+        return batch.to(device)
+    # Batches of other libraries (graphs, tokenizers) are no containers but know how to move themselves.
+    return map_leaves(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
+
+
+def autocast(run: Run) -> contextlib.AbstractContextManager[Any]:
+    dtype = run.policy.compute_dtype
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(run.world.device.type, dtype=dtype)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def accumulate(run: Run, models: Sequence[nn.Module], last: bool) -> contextlib.AbstractContextManager[Any]:
+    return _NOTHING
+
+
+def backward(run: Run, loss: Tensor, models: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+    loss.backward(**options)
+
+
+def scale_gradients(run: Run, optimizer: Optimizer, factor: float) -> None:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def clip_grad_norm(run: Run, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+
+def clip_grad_value(run: Run, parameters: Sequence[nn.Parameter], clip_value: float) -> None:
+    nn.utils.clip_grad_value_(parameters, clip_value)
+
+
+def step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+    if closure is None:
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+    return True
+
+
+def zero_grad(run: Run, optimizer: Optimizer, set_to_none: bool) -> None:
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def after_step(run: Run, models: Sequence[nn.Module], applied: bool) -> None:
+    return None
+
+
+after_step.does_nothing = True  # type: ignore[attr-defined]  # lets a bound hook leave it out
+
+
+def join(run: Run, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+    if run.world.size > 1:
+        raise DrivetrainError(
+            f"backend {run.names['backend']!r} can't train on different numbers of batches on each rank; "
+            f"leave even_batches on"
+        )
+    return contextlib.nullcontext()
+
+
+# ----------------------------------------------------------------------------------------------- collectives, of one
+
+
+def all_gather(run: Run, tensor: Tensor, group: Any) -> Tensor:
+    return tensor.unsqueeze(0)
+
+
+def all_reduce(run: Run, tensor: Tensor, op: str, group: Any) -> Tensor:
+    return tensor.clone()
+
+
+def broadcast(run: Run, tensor: Tensor, source: int, group: Any) -> Tensor:
+    return tensor
+
+
+def broadcast_object(run: Run, value: Any, source: int, group: Any) -> Any:
+    return value
+
+
+def all_gather_object(run: Run, value: Any, group: Any) -> list[Any]:
+    return [value]
+
+
+def barrier(run: Run, group: Any) -> None:
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+
+
+def save_state(run: Run, bundle: Bundle, directory: Path) -> None:
+    from drivetrain.checkpoint.writer import save_bundle
+
+    save_bundle(run, bundle, directory)
+
+
+def load_state(run: Run, bundle: Bundle, directory: Path, strict: bool) -> None:
+    from drivetrain.checkpoint.reader import load_bundle
+
+    load_bundle(run, bundle, directory, strict)
+
+
+def model_state(run: Run, model: nn.Module) -> dict[str, Tensor]:
+    return dict(run.hooks.unwrap(run=run, model=model).state_dict())
+
+
+def load_model_state(run: Run, model: nn.Module, state: Mapping[str, Tensor], strict: bool) -> None:
+    run.hooks.unwrap(run=run, model=model).load_state_dict(state, strict=strict)
+
+
+def optimizer_state(run: Run, optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+    return optimizer.state_dict()
+
+
+def load_optimizer_state(run: Run, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+    optimizer.load_state_dict(dict(state))
+
+
+def unwrap(run: Run, model: nn.Module) -> nn.Module:
+    return model
+
+
+def _device_module(run: Run) -> Any:
+    """Torch's module of the run's device type; None where torch has none, or one without a life of its own."""
+    try:
+        return torch.get_device_module(run.world.device)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def rng_state(run: Run) -> dict[str, Any]:
+    read = getattr(_device_module(run), "get_rng_state", None)
+    return (
+        {} if read is None else {"generator": read(run.world.device) if run.world.device.index is not None else read()}
+    )
+
+
+def set_rng_state(run: Run, state: Mapping[str, Any]) -> None:
+    if "generator" not in state:
+        return
+    write = getattr(_device_module(run), "set_rng_state", None)
+    if write is None:
+        raise DrivetrainError(
+            f"this state holds a random number generator's state, but {run.world.device} has no generator torch can set"
+        )
+    if run.world.device.index is None:
+        write(state["generator"])
+    else:
+        write(state["generator"], run.world.device)
+
+
+# ----------------------------------------------------------------------------------------------------- device services
+
+
+def seed(run: Run, seed: int) -> None:
+    manual_seed = getattr(_device_module(run), "manual_seed_all", None)
+    if manual_seed is not None:
+        manual_seed(seed)
+
+
+def _is_accelerator(run: Run) -> bool:
+    """Whether ``torch.accelerator`` speaks for the run's device."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == run.world.device.type
+
+
+def synchronize(run: Run) -> None:
+    if _is_accelerator(run):
+        torch.accelerator.synchronize()
+
+
+def empty_cache(run: Run) -> None:
+    if _is_accelerator(run):
+        torch.accelerator.empty_cache()
+
+
+def memory(run: Run) -> dict[str, int]:
+    if _is_accelerator(run):
+        device = run.world.device
+        found = {
+            "allocated": torch.accelerator.memory_allocated(device),
+            "reserved": torch.accelerator.memory_reserved(device),
+            "peak": torch.accelerator.max_memory_allocated(device),
+        }
+        total = getattr(torch.accelerator, "get_memory_info", None)
+        return found if total is None else {**found, "total": total(device)[1]}
+    import psutil
+
+    return {"allocated": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
+
+
+def make_scaler(run: Run) -> torch.amp.GradScaler:
+    policy = run.policy
+    options = dict(policy.scaler_options)
+    if policy.loss_scale != "dynamic":
+        # A scaler that never grows, and backs off by a factor of one: a fixed scale that still skips overflows.
+        options |= {"init_scale": float(policy.loss_scale or 1.0), "growth_interval": 2**31 - 1}
+    return torch.amp.GradScaler(run.world.device.type, **options)
+
+
+def bf16_supported(run: Run) -> bool:
+    supported = getattr(_device_module(run), "is_bf16_supported", None)
+    return True if supported is None else bool(supported())
+
+
+def compile_backend(run: Run) -> str:
+    return "inductor"
+
+
+def profiler_activities(run: Run) -> list[Any]:
+    return sorted(torch.profiler.supported_activities(), key=str)
+
+
+def is_out_of_memory(run: Run, error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
