@@ -1,0 +1,399 @@
+"""The facade: what a training loop calls. Every method is a few lines over the contract."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain import collectives, state
+from drivetrain.accumulation import Accumulation, GradientAccumulationPlugin
+from drivetrain.arguments import settings_from_code
+from drivetrain.data import DataLoaderConfiguration, skip_first_batches
+from drivetrain.forward import AutocastForward
+from drivetrain.gradients import Gradients, as_parameter_list
+from drivetrain.handlers import AutocastKwargs
+from drivetrain.preparation import prepare
+from drivetrain.prepared import Prepared
+from drivetrain.process import ProcessMixin
+
+if TYPE_CHECKING:
+    from drivetrain.config import Resolved
+    from drivetrain.plugin import KwargsHandler
+    from drivetrain.world import Run
+
+__all__ = ["Accelerator"]
+
+logger = logging.getLogger(__name__)
+
+
+class Accelerator(ProcessMixin):
+    """Runs one training loop on whatever the launch environment provides.
+
+    Pass models, optimizers, loaders and schedulers through :meth:`prepare`, use what it returns, and call
+    :meth:`backward` where the loss would. Everything else is ordinary PyTorch.
+
+    Arguments given here win over the command line, the environment and the YAML; None leaves the choice to those.
+
+    Args:
+        device_placement: Whether ``prepare`` moves models and loaders place their batches on the device.
+        split_batches: Deprecated place of ``DataLoaderConfiguration.split_batches``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or any installed precision or family of them.
+        gradient_accumulation_steps: Micro-batches in a group, N. The mean of their gradients makes one update.
+        cpu: Run on the CPU even where there is an accelerator.
+        dataloader_config: How loaders are sharded.
+        gradient_accumulation_plugin: The same as ``gradient_accumulation_steps``, with more choices.
+        step_scheduler_with_optimizer: Whether schedulers move with real updates only; if not, ``scheduler.step()`` is
+            the scheduler's own.
+        scheduler_counts: ``"shards"``: one update moves a scheduler by as many steps as there are data-parallel shards,
+            so that a schedule written in batches of the unprepared loader is right in any world. ``"updates"``: by one.
+        kwargs_handlers: Settings as objects, such as ``AutocastKwargs``; at most one of each class.
+        backend: Name of an installed backend.
+        device: ``"auto"``, ``"cpu"`` or the name of an installed device plugin.
+        rng_types: Accepted for scripts that pass it; the order of samples is a function of seed and epoch here, so no
+            generator needs to be synchronized.
+        config_file: YAML to read instead of the default one.
+        **plugins: Keywords that installed plugins claim, such as ``fsdp_plugin``.
+
+    Raises:
+        ConfigError: A setting is unknown or impossible.
+        StateConflictError: The process runs already, with another value of a setting given here.
+        TypeError: No installed plugin claims a keyword.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        scheduler_counts: Literal["shards", "updates"] = "shards",
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        backend: str | None = None,
+        device: str | None = None,
+        rng_types: Sequence[str] | None = None,
+        config_file: Any = None,
+        **plugins: Any,
+    ) -> None:
+        if scheduler_counts not in ("shards", "updates"):
+            raise ValueError(f"scheduler_counts must be 'shards' or 'updates'; got {scheduler_counts!r}")
+        code, self._handlers = settings_from_code(
+            handlers=kwargs_handlers or (),
+            keywords=plugins,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            backend=backend,
+            device="cpu" if cpu else device,
+        )
+        runtime = state.ensure(code, config_file)
+        self.run: Run = runtime.run
+        self.state = state.AcceleratorState()
+        self.gradient_state = state.GradientState()
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not None:
+            self.dataloader_config = attrs.evolve(self.dataloader_config, split_batches=split_batches)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self._scheduler_counts = scheduler_counts
+        self._autocast_handler: Any = self._handlers.get(AutocastKwargs)
+        self._autocast = self.run.hooks.bind("autocast")
+        self._accumulate = self.run.hooks.bind("accumulate")
+        self._place = self.run.hooks.bind("place")
+        self.known = Prepared(self.run)
+        self.gate = Accumulation(
+            self._choose_steps(code.get("gradient_accumulation_steps"), runtime.resolved),
+            gradient_accumulation_plugin or GradientAccumulationPlugin(),
+            lambda last: self._accumulate(self.run, self.known.wrapped_models, last),
+        )
+        self.scaler = self._make_scaler()
+        self.gradients = Gradients(self.run, self.gate, self.known.wrapped_models, self.scaler)
+        state.adopt(self)
+
+    def _choose_steps(self, in_code: int | None, resolved: Resolved) -> int:
+        """Micro-batches in a group: each Accelerator's own affair, so not part of what the run was started with."""
+        configured = self.run.config.gradient_accumulation_steps
+        origin = resolved.origin("gradient_accumulation_steps")
+        if in_code is None:
+            return configured
+        if self.run.world.rank == 0 and in_code != configured and origin.source != "default":
+            logger.info("gradient_accumulation_steps=%d (Accelerator(...); %s said %d)", in_code, origin, configured)
+        return in_code
+
+    def _make_scaler(self) -> Any:
+        if self.run.policy.loss_scale is None or self.run.capabilities.owns_scaler:
+            return None
+        return self.run.hooks.make_scaler(run=self.run)
+
+    # ---------------------------------------------------------------------------------------------------- prepare
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Adapt models, optimizers, loaders and schedulers to the run. Use what is returned, not what was passed.
+
+        Anything else is returned untouched, and so is what was prepared before.
+
+        Args:
+            *objects: In any order.
+            device_placement: For each object whether it is moved (a model) or places its batches (a loader); None in
+                it: as set for the Accelerator.
+
+        Returns:
+            As many objects in the same order; the object itself for a single one.
+
+        Raises:
+            ValueError: ``device_placement`` has another length than ``objects``, or an object comes twice.
+            DrivetrainError: An optimizer holds parameters of no prepared model, in a run of several shards.
+        """
+        if device_placement is None:
+            device_placement = [None] * len(objects)
+        if len(device_placement) != len(objects):
+            raise ValueError(
+                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each"
+            )
+        placed = [self.device_placement if flag is None else flag for flag in device_placement]
+        prepared = prepare(self, objects, placed)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """``prepare`` for one model.
+
+        Args:
+            model: Any module.
+            device_placement: Whether it is moved; None: as set for the Accelerator.
+            evaluation_mode: It will not be trained, so it is moved and given its precision, but not distributed.
+        """
+        placed = self.device_placement if device_placement is None else device_placement
+        made: nn.Module = prepare(self, [model], [placed], evaluation_mode)[0]
+        return made
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """``prepare`` for one optimizer."""
+        return self.prepare(optimizer, device_placement=[device_placement])
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any:
+        """``prepare`` for one loader."""
+        return self.prepare(data_loader, device_placement=[device_placement])
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """``prepare`` for one learning-rate scheduler."""
+        return self.prepare(scheduler)
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients: in place of ``loss.backward()``.
+
+        Divides the loss by the number of micro-batches in the group and scales it where the precision needs that.
+
+        Args:
+            loss: Mean over the micro-batch, 0-d.
+            **options: For ``Tensor.backward``, such as ``retain_graph``.
+        """
+        self.gradients.backward(loss, options)
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Any:
+        """One micro-batch of a group; optimizers in it step only at the group's end.
+
+        Args:
+            *models: Models trained in the block; none: all prepared ones. Blocks that name different models count
+                apart, so that several models may be accumulated in one iteration.
+        """
+        with self.gate.block(models):
+            self.gradients.named = models
+            try:
+                yield
+            finally:
+                self.gradients.named = ()
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Any:
+        """Context in which gradients are not reduced over ranks.
+
+        Args:
+            model: A prepared model; None: all of them.
+        """
+        models = self.known.wrapped_models if model is None else [model]
+        with self._accumulate(self.run, models, False):
+            yield
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether optimizers step on the current micro-batch."""
+        return self.gate.frame.sync
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a group; may be set between groups."""
+        return self.gate.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"gradient_accumulation_steps must be a whole number from 1; got {steps!r}")
+        self.gate.steps = steps
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale gradients so that their norm over all ranks and shards is at most ``max_norm``.
+
+        Args:
+            parameters: A tensor or an iterable of them, of prepared models.
+            max_norm: The largest norm allowed.
+            norm_type: p of the p-norm; may be ``inf``.
+
+        Returns:
+            The norm before clipping, a 0-d tensor, the same on every rank; None while a group is still being
+            accumulated, since there is no gradient yet to measure.
+        """
+        if not self.sync_gradients:
+            return None
+        wanted = as_parameter_list(parameters)
+        self.gradients.finish_those_with(wanted, self.known.optimizers)
+        return self.gradients.clip_grad_norm(wanted, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp every gradient element to ``[-clip_value, clip_value]``; nothing while a group is being accumulated."""
+        if not self.sync_gradients:
+            return
+        wanted = as_parameter_list(parameters)
+        self.gradients.finish_those_with(wanted, self.known.optimizers)
+        self.gradients.clip_grad_value(wanted, float(clip_value))
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients to their true size before looking at them. Only needed outside the clipping methods.
+
+        Args:
+            optimizer: A prepared optimizer or a list of them; None: all.
+        """
+        chosen = self.known.optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            if self.sync_gradients:
+                self.gradients.finish(one)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
+        """Context in which operations run in the precision's compute dtype, for code that is no model's forward.
+
+        Args:
+            autocast_handler: Replaces the one given to the Accelerator.
+        """
+        handler = autocast_handler or self._autocast_handler
+        if handler is not None and not handler.enabled:
+            yield
+            return
+        with self._autocast(self.run):
+            if handler is None or handler.cache_enabled:
+                yield
+                return
+            was = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+            try:
+                yield
+            finally:
+                torch.set_autocast_cache_enabled(was)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer's last due ``step`` did not update."""
+        return any(optimizer.step_was_skipped for optimizer in self.known.optimizers)
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all ranks joined along the first dimension; nested data keeps its structure.
+
+        Raises:
+            CollectiveMismatchError: Shapes or dtypes differ between ranks; the same on all of them.
+        """
+        return collectives.gather(self.run, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """``gather`` without the samples that were repeated to give every rank as many batches.
+
+        Args:
+            input_data: One row for each sample of the current batch in the first dimension (or a fixed number of
+                rows). Values that are not per sample, such as a 0-d loss, are gathered whole.
+            use_gather_object: Gather lists of picklable objects, one item for each sample.
+        """
+        rows = getattr(self.gate.frame.loader, "rows", None)
+        if use_gather_object:
+            return collectives.gather_object(self.run, input_data, rows)
+        return collectives.gather(self.run, input_data, rows)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors reduced elementwise over all ranks: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
+        return collectives.reduce(self.run, tensor, reduction, scale)  # type: ignore[arg-type]
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pad tensors along ``dim`` to the largest size any rank has."""
+        return collectives.pad_across_processes(self.run, tensor, dim, pad_index, pad_first)
+
+    # ----------------------------------------------------------------------------------------- models and loaders
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The module inside a prepared model.
+
+        Args:
+            model: Prepared or not.
+            keep_fp32_wrapper: Keep the autocast around its forward; False gives it its own forward back.
+            keep_torch_compile: Keep it compiled.
+        """
+        bare: nn.Module = self.run.hooks.unwrap(run=self.run, model=model)
+        if not keep_torch_compile:
+            bare._compiled_call_impl = None
+            bare = getattr(bare, "_orig_mod", bare)
+        if not keep_fp32_wrapper:
+            AutocastForward.remove(bare)
+        return bare
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that leaves out the first batches of its next pass, and is like ``dataloader`` in all else."""
+        return skip_first_batches(dataloader, num_batches)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether short last rounds are completed so that every rank has as many batches."""
+        return self.dataloader_config.even_batches
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is the global one, divided among the shards."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all; None: for streams that do not shard themselves."""
+        return self.dataloader_config.dispatch_batches
+
+    def handlers(self) -> Mapping[type, KwargsHandler]:
+        """The handlers given in code, by class."""
+        return self._handlers
+
+    @property
+    def place(self) -> Callable[[Any], Any]:
+        """Brings a batch from the host to the device."""
+        run, place = self.run, self._place
+        return lambda batch: place(run, batch)
+
+    def scheduler_multiplier(self) -> int:
+        """Steps of a prepared scheduler for one update."""
+        if self._scheduler_counts == "updates" or self.split_batches:
+            return 1
+        return self.run.world.data_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        return self

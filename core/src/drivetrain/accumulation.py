@@ -1,0 +1,196 @@
+"""The gate of gradient accumulation: which micro-batch ends a group, and what its losses are divided by.
+
+A group is N consecutive micro-batches whose gradients are added up before the optimizer steps. Who counts them:
+
+* Inside ``with accelerator.accumulate(...)`` the blocks count, those that name different models apart from each other.
+* Without a block the batches of the prepared loader that is being iterated count.
+* With neither, every backward is a group of its own.
+
+A loader's last batch ends its group early. Where the loader's length is known, so is the size of that short group when
+it starts, and its losses are divided by that; where it is not (a stream), they are divided by N and the gradients are
+rescaled by N/k before they are clipped or applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import attrs
+from torch import nn
+
+__all__ = ["Accumulation", "Frame", "GradientAccumulationPlugin"]
+
+
+@attrs.frozen(kw_only=True)
+class GradientAccumulationPlugin:
+    """How micro-batches form groups.
+
+    Attributes:
+        num_steps: Micro-batches in a group; None: as configured outside the code.
+        short_group: What happens to a group of k < N micro-batches at a loader's end. ``"mean"``: its gradient is the
+            mean over the k, as in every other group. ``"fixed"``: it is still divided by N, as people need who
+            multiply the loss by N themselves (the usual recipe for weighting tokens).
+        sync_with_dataloader: Whether a loader's last batch ends the group. If not, groups run on across epochs.
+        sync_each_batch: Reduce gradients over ranks after every micro-batch: more communication, less memory under
+            backends that keep unreduced gradients whole.
+        adjust_scheduler: Accepted for scripts that pass it; schedulers always count updates.
+    """
+
+    num_steps: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional([attrs.validators.instance_of(int), attrs.validators.ge(1)])
+    )
+    short_group: Literal["mean", "fixed"] = attrs.field(
+        default="mean", validator=attrs.validators.in_(("mean", "fixed"))
+    )
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    adjust_scheduler: bool = True
+
+
+@attrs.define(eq=False)
+class _Group:
+    begun: int = 0
+    """Micro-batches of the group so far."""
+    size: int = 1
+    """What the losses of this group are divided by."""
+
+
+@attrs.define(eq=False)
+class Frame:
+    """One iteration of a prepared loader; the one at the bottom of the stack stands for code outside any."""
+
+    loader: Any = None
+    left: int | None = None
+    """Batches to come, the current one included; None if not known."""
+    sync: bool = True
+    """Whether optimizers step on the current micro-batch."""
+    size: int = 1
+    rescale: float = 1.0
+    """What gradients must still be multiplied by: their group turned out shorter than its losses were divided by."""
+    batch: int = 0
+    """Number of the current micro-batch, unique in the process; 0 where none has begun."""
+
+
+class Accumulation:
+    """The gate of one Accelerator. Loaders report to it; optimizers and ``backward`` ask it.
+
+    Args:
+        steps: Micro-batches in a group.
+        plugin: How groups are formed.
+        context: Opens the backend's context of a micro-batch; called with whether it is the last of its group.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        plugin: GradientAccumulationPlugin,
+        context: Callable[[bool], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self.steps = steps
+        self.plugin = plugin
+        self._context = context
+        self._open: contextlib.AbstractContextManager[Any] | None = None
+        self._bottom = Frame()
+        self._frames: list[Frame] = [self._bottom]
+        self._groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
+        self._blocks: dict[tuple[int, ...], _Group] = {}
+        self._batches = 0
+
+    @property
+    def frame(self) -> Frame:
+        """The iteration that counts now: of the loader that yielded last."""
+        return self._frames[-1]
+
+    @property
+    def loaders(self) -> list[Any]:
+        """Loaders being iterated, the innermost last."""
+        return [frame.loader for frame in self._frames[1:]]
+
+    # ------------------------------------------------------------------------------------------- reported by loaders
+
+    def enter(self, loader: Any) -> Frame:
+        """A loader's iteration starts."""
+        frame = Frame(loader)
+        self._frames.append(frame)
+        return frame
+
+    def advance(self, frame: Frame, left: int | None) -> None:
+        """A loader is about to hand out a batch; ``left`` counts it and those after it, None if unknown."""
+        frame.left = left
+        self._batches += 1
+        frame.batch = self._batches
+        if self._frames[-1] is not frame:  # loaders iterated side by side: the one that yielded last counts
+            self._frames.remove(frame)
+            self._frames.append(frame)
+        if self.steps == 1:
+            frame.sync, frame.size, frame.rescale = True, 1, 1.0
+            return
+        group = self._groups.get(frame.loader)
+        if group is None:
+            group = self._groups[frame.loader] = _Group()
+        self._begin(frame, group)
+        self._switch(frame)
+
+    def leave(self, frame: Frame) -> None:
+        """A loader's iteration ended, or was broken off."""
+        if frame not in self._frames:
+            return
+        self._frames.remove(frame)
+        self._switch(self.frame)
+
+    # ------------------------------------------------------------------------------------------------------- blocks
+
+    @contextlib.contextmanager
+    def block(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """One micro-batch of the group that these models' blocks count."""
+        frame = self.frame
+        if frame is self._bottom:  # inside a loader its batches have numbers already, which several blocks share
+            self._batches += 1
+            frame.batch = self._batches
+        if self.steps == 1:
+            frame.sync, frame.size, frame.rescale = True, 1, 1.0
+            yield
+            return
+        group = self._blocks.setdefault(tuple(id(model) for model in models), _Group())
+        self._begin(frame, group)
+        self._close()  # the loader opened one for the loop without blocks; both at once would contradict each other
+        with self._context(frame.sync or self.plugin.sync_each_batch):
+            yield
+
+    # ----------------------------------------------------------------------------------------------------- counting
+
+    def _begin(self, frame: Frame, group: _Group) -> None:
+        left = frame.left if self.plugin.sync_with_dataloader else None
+        mean = self.plugin.short_group == "mean"
+        if group.begun == 0:
+            group.size = self.steps if left is None or not mean else min(self.steps, left)
+        group.begun += 1
+        frame.sync = group.begun >= self.steps or left == 1
+        frame.size = group.size
+        frame.rescale = 1.0
+        if frame.sync:
+            if mean:
+                frame.rescale = group.size / group.begun
+            group.begun = 0
+
+    def _switch(self, frame: Frame) -> None:
+        """Open the backend's context for the frame that counts now, in place of the one before."""
+        self._close()
+        if frame is not self._bottom and self.steps > 1 and not (frame.sync or self.plugin.sync_each_batch):
+            self._open = self._context(False)
+            self._open.__enter__()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            opened, self._open = self._open, None
+            opened.__exit__(None, None, None)
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def counts(self) -> list[int]:
+        """Micro-batches begun in each unfinished group of blocks, in the order the blocks were first entered."""
+        return [group.begun for group in self._blocks.values()]

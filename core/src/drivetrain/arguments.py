@@ -1,0 +1,72 @@
+"""Arguments of ``Accelerator(...)`` as settings, the most preferred source of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drivetrain import registry
+from drivetrain.accumulation import GradientAccumulationPlugin
+from drivetrain.plugin import KwargsHandler
+
+__all__ = ["settings_from_code"]
+
+
+def settings_from_code(
+    *,
+    handlers: Sequence[KwargsHandler],
+    keywords: Mapping[str, Any],
+    gradient_accumulation_steps: int | None,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+    **plain: Any,
+) -> tuple[dict[str, Any], dict[type, KwargsHandler]]:
+    """The settings, by key (``section.key`` for those of plugins), and the handlers by class.
+
+    Raises:
+        TypeError: A handler is none, or no installed plugin claims a keyword.
+        ValueError: Two handlers of a class, or accumulation steps given twice with different values.
+    """
+    code = {key: value for key, value in plain.items() if value is not None}
+    by_class: dict[type, KwargsHandler] = {}
+    for handler in [*handlers, *_claimed(keywords)]:
+        if not isinstance(handler, KwargsHandler):
+            raise TypeError(f"kwargs_handlers takes KwargsHandler objects; got {type(handler).__name__}")
+        if type(handler) in by_class:
+            raise ValueError(f"kwargs_handlers has two {type(handler).__name__}; give one")
+        by_class[type(handler)] = handler
+        _take(code, handler)
+    steps = _steps(gradient_accumulation_steps, gradient_accumulation_plugin)
+    if steps is not None:
+        code["gradient_accumulation_steps"] = steps
+    return code, by_class
+
+
+def _claimed(keywords: Mapping[str, Any]) -> list[Any]:
+    found = []
+    for keyword, value in keywords.items():
+        entry = registry.keyword(keyword)
+        if entry is None:
+            raise TypeError(f"Accelerator() got an unexpected keyword {keyword!r}, which no installed plugin claims")
+        if value is not None:
+            found.append(value)
+    return found
+
+
+def _take(code: dict[str, Any], handler: KwargsHandler) -> None:
+    code.update(handler.settings())
+    if handler.selects is not None:
+        asked = code.setdefault("backend", handler.selects)
+        if asked != handler.selects:
+            raise ValueError(
+                f"backend={asked!r} and a {type(handler).__name__} (for {handler.selects!r}) contradict each other"
+            )
+
+
+def _steps(steps: int | None, plugin: GradientAccumulationPlugin | None) -> int | None:
+    from_plugin = None if plugin is None else plugin.num_steps
+    if steps is not None and from_plugin is not None and steps != from_plugin:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin with num_steps={from_plugin} "
+            f"contradict each other; give one of them"
+        )
+    return from_plugin if steps is None else steps

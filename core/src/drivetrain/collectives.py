@@ -1,0 +1,177 @@
+"""Collectives on nested data, over the run's hooks. Every rank calls them, with data of the same structure.
+
+Before a collective moves anything, ranks compare what they are about to send, so that a mismatch is the same clear
+error on all of them and not a hang. That costs one exchange of eight bytes; ``check_collectives: false`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.errors import CollectiveMismatchError, DrivetrainError
+from drivetrain.nested import leaves, map_leaves, map_tensors
+
+if TYPE_CHECKING:
+    from drivetrain.data.rows import Rows
+    from drivetrain.world import Run
+
+__all__ = ["broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce"]
+
+
+def _describe(data: Any) -> list[str]:
+    """What must agree between ranks: for each leaf its shape and dtype, or its type."""
+    return [
+        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in leaves(data, _is_plain_list)
+    ]
+
+
+def check(run: Run, what: str, data: Any, *, shapes: bool = True) -> None:
+    """Make sure that all ranks are about to do the same.
+
+    Raises:
+        CollectiveMismatchError: On every rank, naming what each has.
+    """
+    if run.world.size == 1 or not run.config.check_collectives:
+        return
+    described = _describe(data) if shapes else [str(len(leaves(data, _is_plain_list)))]
+    digest = hashlib.blake2b("\n".join([what, *described]).encode(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], dtype=torch.int64, device=run.world.device)
+    everyone = run.hooks.all_gather(run=run, tensor=mine, group=None)
+    if bool((everyone == everyone[0]).all()):
+        return
+    rows = run.hooks.all_gather_object(run=run, value=(what, described), group=None)
+    listing = "\n".join(
+        f"  rank {rank}: {name} of {', '.join(parts) or 'nothing'}" for rank, (name, parts) in enumerate(rows)
+    )
+    where = what if len({name for name, _ in rows}) == 1 else "a collective"
+    raise CollectiveMismatchError(
+        f"ranks came to {where} with different data; all need the same structure, shapes and dtypes "
+        f"(pad_across_processes makes shapes equal):\n{listing}"
+    )
+
+
+def gather(run: Run, data: Any, rows: Rows | None = None) -> Any:
+    """Tensors of all ranks joined along the first dimension in rank order, in the structure they came in.
+
+    A 0-d tensor becomes one of shape ``(size,)``. Lists of plain values are joined in the same way; any other leaf
+    becomes the list of all ranks' values.
+
+    Args:
+        run: The run.
+        data: Any nesting of tensors and other values.
+        rows: Which rows of the current round are real; the others are left out. None keeps all.
+
+    Raises:
+        CollectiveMismatchError: Structure, shapes or dtypes differ between ranks.
+    """
+    check(run, "gather", data)
+
+    def join(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            stacked = run.hooks.all_gather(run=run, tensor=leaf.detach().contiguous(), group=None)
+            joined = stacked if leaf.ndim == 0 else stacked.reshape(-1, *leaf.shape[1:])
+            return joined if rows is None or leaf.ndim == 0 else rows.trim(joined, leaf.shape[0])
+        parts = run.hooks.all_gather_object(run=run, value=leaf, group=None)
+        if not _is_plain_list(leaf):
+            return parts
+        joined = type(leaf)(item for part in parts for item in part)
+        return joined if rows is None else rows.trim(joined, len(leaf))
+
+    return map_leaves(join, data, _is_plain_list)
+
+
+def _is_plain_list(data: Any) -> bool:
+    """Whether this is a list of one value a sample, as collate functions make of strings."""
+    return type(data) in (list, tuple) and all(
+        item is None or isinstance(item, (str, bytes, int, float, bool)) for item in data
+    )
+
+
+def gather_object(run: Run, data: Any, rows: Rows | None = None) -> list[Any]:
+    """Lists of picklable objects of all ranks, joined in rank order; other objects: the list of all ranks' ones."""
+    parts = run.hooks.all_gather_object(run=run, value=data, group=None)
+    if not isinstance(data, (list, tuple)):
+        return list(parts)
+    joined = [item for part in parts for item in part]
+    return joined if rows is None else list(rows.trim(joined, len(data)))
+
+
+_OPERATIONS = ("sum", "mean", "max", "min", "none")
+
+
+def reduce(
+    run: Run, data: Any, reduction: Literal["sum", "mean", "max", "min", "none"] = "sum", scale: float = 1.0
+) -> Any:
+    """Every tensor reduced elementwise over all ranks, then multiplied by ``scale``; the same on each rank.
+
+    The mean of integers is a float tensor, on one process as on several.
+
+    Raises:
+        ValueError: The reduction is none of the five.
+    """
+    if reduction not in _OPERATIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_OPERATIONS)}; got {reduction!r}")
+    check(run, f"reduce ({reduction})", data)
+
+    def one(tensor: Tensor) -> Tensor:
+        if reduction == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.get_default_dtype())
+        if reduction != "none":
+            tensor = run.hooks.all_reduce(run=run, tensor=tensor.detach(), op=reduction, group=None)
+        return tensor if scale == 1.0 else tensor * scale
+
+    return map_tensors(one, data)
+
+
+def broadcast(run: Run, data: Any, from_process: int = 0) -> Any:
+    """The source rank's tensors on every rank, in the structure given."""
+    _check_source(run, from_process)
+    check(run, f"broadcast from {from_process}", data)
+    return map_tensors(
+        lambda tensor: run.hooks.broadcast(run=run, tensor=tensor, source=from_process, group=None), data
+    )
+
+
+def broadcast_object_list(run: Run, objects: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace, in place, every item by the source rank's; returns the list."""
+    _check_source(run, from_process)
+    objects[:] = run.hooks.broadcast_object(run=run, value=objects, source=from_process, group=None)
+    return objects
+
+
+def _check_source(run: Run, source: int) -> None:
+    if not 0 <= source < run.world.size:
+        raise DrivetrainError(f"there is no process {source} to broadcast from; the run has {run.world.size}")
+
+
+def pad_across_processes(run: Run, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad every tensor along ``dim`` to the largest size any rank has, dtypes kept.
+
+    Tensors without that dimension stay as they are.
+    """
+    if run.world.size == 1:
+        return data
+    check(run, "pad_across_processes", data, shapes=False)
+
+    def pad(tensor: Tensor) -> Tensor:
+        if not -tensor.ndim <= dim < tensor.ndim:
+            return tensor
+        sizes = torch.tensor([tensor.shape[dim]], dtype=torch.int64, device=run.world.device)
+        largest = int(run.hooks.all_reduce(run=run, tensor=sizes, op="max", group=None))
+        if largest == tensor.shape[dim]:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = largest
+        padded = tensor.new_full(shape, pad_index)
+        start = largest - tensor.shape[dim] if pad_first else 0
+        padded.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
+        return padded
+
+    return map_tensors(pad, data)

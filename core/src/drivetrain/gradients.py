@@ -1,0 +1,174 @@
+"""From a loss to an update: dividing, scaling, unscaling, clipping and stepping, in the one order that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import DrivetrainError
+
+if TYPE_CHECKING:
+    from drivetrain.accumulation import Accumulation
+    from drivetrain.optimizer import AcceleratedOptimizer
+    from drivetrain.world import Run
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The hot path of one Accelerator. Hooks are bound once, here.
+
+    The scaler is updated once per group of micro-batches, not once per optimizer: at the first backward of the next
+    group, when no optimizer can still need the old scale.
+    """
+
+    def __init__(self, run: Run, gate: Accumulation, models: Sequence[nn.Module], scaler: Any) -> None:
+        self.run = run
+        self.gate = gate
+        self.models = models
+        self.scaler = scaler
+        self.named: Sequence[nn.Module] = ()
+        """Models the user named for the current micro-batch; empty: all."""
+        self._scale_used_at: int | None = None
+        bind = run.hooks.bind
+        self._backward = bind("backward")
+        self._takes_options = run.hooks.takes("backward", "options")
+        self._clip_grad_norm = bind("clip_grad_norm")
+        self._clip_grad_value = bind("clip_grad_value")
+        self._scale_gradients = bind("scale_gradients")
+        self._step = bind("step")
+        self._zero_grad = bind("zero_grad")
+        self._after_step = bind("after_step")
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, loss: Tensor, options: Mapping[str, Any]) -> None:
+        """See ``Accelerator.backward``."""
+        size = self.gate.frame.size
+        if size != 1:
+            loss = loss / size
+        if self.scaler is not None:
+            self._update_scale_of_last_group()
+            loss = self.scaler.scale(loss)
+        if options and not self._takes_options:
+            raise DrivetrainError(
+                f"backward takes no options under {self.run.hooks.owner('backward')}, but got {', '.join(options)}"
+            )
+        try:
+            self._backward(self.run, loss, self.named or self.models, options)
+        except Exception as error:
+            self.run.hooks.blame(error, "backward")
+            raise
+
+    def _update_scale_of_last_group(self) -> None:
+        batch = self.gate.frame.batch
+        # Code outside any loader and block has no micro-batch numbers to tell groups apart: every backward starts one.
+        if self._scale_used_at is not None and (batch == 0 or batch != self._scale_used_at):
+            self.update_scale()
+
+    def update_scale(self) -> None:
+        """Let the scaler grow or back off for the updates since the last time, if there were any."""
+        if self._scale_used_at is not None:
+            self._scale_used_at = None
+            self.scaler.update()
+
+    # ------------------------------------------------------------------------------------- between backward and step
+
+    def finish(self, optimizer: AcceleratedOptimizer) -> None:
+        """Bring an optimizer's gradients to their true size: unscaled, and a mean over the group. Once per group."""
+        if optimizer.finished:
+            return
+        optimizer.finished = True
+        if self.scaler is not None and optimizer.has_gradients():
+            self._scale_used_at = self.gate.frame.batch
+            self.scaler.unscale_(optimizer.stepper)
+        factor = self.gate.frame.rescale
+        if factor != 1.0:
+            self._scale_gradients(self.run, optimizer.optimizer, factor)
+
+    def finish_those_with(self, parameters: Sequence[Tensor], optimizers: Iterable[AcceleratedOptimizer]) -> None:
+        """``finish`` for the optimizers that hold any of these parameters."""
+        if self.scaler is None and self.gate.frame.rescale == 1.0:
+            return
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in optimizers:
+            if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+                self.finish(optimizer)
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+        """See ``Accelerator.clip_grad_norm_``; gradients are finished."""
+        capabilities = self.run.capabilities
+        if capabilities.clip_norms is not None and float(norm_type) not in capabilities.clip_norms:
+            offered = ", ".join(str(norm) for norm in sorted(capabilities.clip_norms))
+            raise DrivetrainError(
+                f"backend {self.run.names['backend']!r} can't clip by the {norm_type}-norm; it offers: {offered}"
+            )
+        try:
+            norm: Tensor = self._clip_grad_norm(self.run, parameters, max_norm, norm_type)
+        except Exception as error:
+            self.run.hooks.blame(error, "clip_grad_norm")
+            raise
+        return norm
+
+    def clip_grad_value(self, parameters: Sequence[nn.Parameter], clip_value: float) -> None:
+        """See ``Accelerator.clip_grad_value_``; gradients are finished."""
+        try:
+            self._clip_grad_value(self.run, parameters, clip_value)
+        except Exception as error:
+            self.run.hooks.blame(error, "clip_grad_value")
+            raise
+
+    # -------------------------------------------------------------------------------------------------------- step
+
+    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> bool:
+        """Update the parameters of one optimizer at the end of a group; returns whether it did."""
+        try:
+            if self.scaler is None:
+                if self.gate.frame.rescale != 1.0:
+                    self.finish(optimizer)
+                applied = self._step(self.run, optimizer.optimizer, closure)
+            else:
+                applied = self._step_scaled(optimizer, closure)
+        except Exception as error:
+            self.run.hooks.blame(error, "step")
+            raise
+        if applied is None:
+            raise DrivetrainError(
+                f"hook 'step' of {self.run.hooks.owner('step')} returned None; it must say whether it updated anything"
+            )
+        self._after_step(self.run, optimizer.models, applied)
+        return bool(applied)
+
+    def _step_scaled(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> bool | None:
+        if closure is not None:
+            raise DrivetrainError(
+                "optimizer.step(closure) can't be combined with loss scaling (mixed_precision: fp16): the closure "
+                "would be run again on scaled losses; use bf16 or an optimizer without closure"
+            )
+        if not optimizer.has_gradients():  # the scaler refuses an optimizer it saw no gradient of
+            return self._step(self.run, optimizer.optimizer, None)
+        self.finish(optimizer)
+        return optimizer.stepper.through(self.scaler)
+
+    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool) -> None:
+        """Clear the gradients of one optimizer."""
+        if optimizer.finished and self._scale_used_at is not None:
+            # Unscaled gradients were dropped: whatever comes next starts anew, be it in the same micro-batch.
+            self._scale_used_at = -1
+        optimizer.finished = False
+        self._zero_grad(self.run, optimizer.optimizer, set_to_none)
+
+    def step_hook(self, optimizer: Optimizer) -> bool | None:
+        """The bound hook ``step`` itself, for the scaler's stand-in of an optimizer."""
+        return self._step(self.run, optimizer, None)
+
+
+def as_parameter_list(parameters: Any) -> list[nn.Parameter]:
+    """What torch's clipping functions accept, as a list: one tensor, or an iterable of tensors."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    return list(parameters)

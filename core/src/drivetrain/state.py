@@ -1,0 +1,339 @@
+"""Process-wide views of the run: who am I, what is it set to, where is it.
+
+There is one run in a process, since there is one world. It is made by the first object that needs it and shared by all
+others; asking for other settings later raises instead of building a second world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from drivetrain.errors import DrivetrainError, StateConflictError
+
+if TYPE_CHECKING:
+    from drivetrain.accelerator import Accelerator
+    from drivetrain.runtime import Runtime
+    from drivetrain.world import Run
+
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "current", "ensure", "reset"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_runtime: Runtime | None = None
+_accelerators: list[weakref.ref[Accelerator]] = []
+
+# Settings an Accelerator keeps for itself, so that a second one may have others.
+_OWN = frozenset({"gradient_accumulation_steps"})
+
+
+def current() -> Runtime | None:
+    """The run of this process; None if there is none yet."""
+    return _runtime
+
+
+def ensure(code: Mapping[str, Any] | None = None, config_file: Any = None) -> Runtime:
+    """The run of this process, brought up if there is none yet.
+
+    Args:
+        code: Settings given in code, by key; ``section.key`` for those of plugins.
+        config_file: As for ``drivetrain launch --config_file``.
+
+    Raises:
+        StateConflictError: The process runs already, with another value for one of ``code``.
+    """
+    global _runtime
+    code = {key: value for key, value in (code or {}).items() if key not in _OWN}
+    if _runtime is not None:
+        _check_same(_runtime, code)
+        return _runtime
+    from drivetrain.config import resolve
+    from drivetrain.logging import configure
+    from drivetrain.runtime import start
+
+    resolved = resolve(config_file=config_file, code=code)
+    configure(resolved.run.log_level)
+    _runtime = start(resolved)
+    atexit.register(_close_at_exit)
+    return _runtime
+
+
+def _check_same(runtime: Runtime, code: Mapping[str, Any]) -> None:
+    for key, wanted in code.items():
+        have = runtime.resolved.value(key)
+        chosen = runtime.run.names.get({"mixed_precision": "precision"}.get(key, key))
+        if wanted not in (have, chosen):
+            raise StateConflictError(
+                f"this process already runs with {key}={have!r} ({runtime.resolved.origin(key)}), "
+                f"so it can't have {key}={wanted!r} now; create the first Accelerator or state with it"
+            )
+
+
+def reset(error: BaseException | None = None) -> None:
+    """Take the run down, so that the next Accelerator starts a new one. For tests and notebooks."""
+    global _runtime
+    runtime, _runtime = _runtime, None
+    _accelerators.clear()
+    atexit.unregister(_close_at_exit)
+    if runtime is not None:
+        runtime.close(error)
+
+
+def _close_at_exit() -> None:
+    # Not a word with the other ranks: they may be gone, and this process may be ending because of it.
+    reset(SystemExit())
+
+
+def adopt(accelerator: Accelerator) -> None:
+    """Make an Accelerator the one that ``GradientState`` views."""
+    _accelerators[:] = [ref for ref in _accelerators if ref() not in (None, accelerator)]
+    _accelerators.append(weakref.ref(accelerator))
+
+
+class PartialState:
+    """Who this process is: rank, device and number of processes, and what can be done with just that.
+
+    All instances view the same run; the first one brings it up.
+
+    Args:
+        cpu: Run on the CPU even where there is an accelerator.
+        settings: Further settings by key, as in the YAML.
+    """
+
+    def __init__(self, cpu: bool = False, **settings: Any) -> None:
+        if cpu:
+            settings["device"] = "cpu"
+        ensure(settings)
+
+    @property
+    def _run(self) -> Run:
+        if _runtime is None:
+            raise DrivetrainError("the run this state viewed was taken down; make a new one")
+        return _runtime.run
+
+    # ------------------------------------------------------------------------------------------------------ facts
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a run."""
+        return _runtime is not None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._run.world.device
+
+    @property
+    def distributed_type(self) -> str:
+        """How processes work together, such as ``"NO"`` or ``"MULTI_CPU"``; plugins have names of their own."""
+        return self._run.capabilities.distributed_type
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the communication library, such as ``"gloo"``; None without one."""
+        return self._run.world.collectives
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, over all machines."""
+        return self._run.world.size
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process among all."""
+        return self._run.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self._run.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._run.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self._run.world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self._run.world.rank == self._run.world.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._run.world.size > 1
+
+    # ------------------------------------------------------------------------------------------------- what to do
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has called this."""
+        self._run.hooks.barrier(run=self._run, group=None)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+            yield
+            return
+        try:
+            yield
+        finally:
+            # Also after an exception: it ends this process, and the others must not wait for it for ever.
+            self.wait_for_everyone()
+
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Context whose body the main process runs before all others do."""
+        return self._first(self.is_main_process)
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Context whose body the first process of each machine runs before the others of that machine do."""
+        return self._first(self.is_local_main_process)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, tuple, tensor, array or dict of those; nothing is sent.
+
+        The first ``n % num_processes`` processes get one more. ``inputs`` is left as it is.
+
+        Args:
+            inputs: The same on every process.
+            apply_padding: Repeat the last element where a part is shorter than the longest one.
+        """
+        from drivetrain.data.split import split
+
+        yield split(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def on_main_process(self, function: _F) -> _F:
+        """Decorator: run the function on the main process only; elsewhere it returns None."""
+        return _only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: _F) -> _F:
+        """Decorator: run the function on the first process of each machine only."""
+        return _only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: _F) -> _F:
+        """Decorator: run the function on the last process only."""
+        return _only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: _F | None = None, process_index: int | None = None) -> Any:
+        """Decorator: run the function on one process only."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(self, function: _F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: run the function on one process of each machine only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _only(function, lambda: self.local_process_index == local_process_index)
+
+    def destroy_process_group(self) -> None:
+        """Take the run down. Every process must call it."""
+        reset()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(distributed_type={self.distributed_type}, num_processes={self.num_processes}, "
+            f"process_index={self.process_index}, device={self.device})"
+        )
+
+
+def _only(function: _F, condition: Callable[[], bool]) -> _F:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if condition() else None
+
+    return called  # type: ignore[return-value]
+
+
+class AcceleratorState(PartialState):
+    """``PartialState``, and what the run computes in."""
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision the run computes in."""
+        return self._run.names["precision"]
+
+    @property
+    def config(self) -> Any:
+        """The resolved configuration."""
+        return self._run.config
+
+
+class GradientState:
+    """Where gradient accumulation and the loaders stand, of the Accelerator that was created or used last."""
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        found = _accelerators[-1]() if _accelerators else None
+        if found is None:
+            raise DrivetrainError("there is no Accelerator whose gradients could be looked at; create one first")
+        return found
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is an Accelerator to look at."""
+        return bool(_accelerators) and _accelerators[-1]() is not None
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether optimizers step on the current micro-batch."""
+        return self._accelerator.sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches in a group."""
+        return self._accelerator.gradient_accumulation_steps
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a loader's last batch ends the group."""
+        return self._accelerator.gate.plugin.sync_with_dataloader
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """As given; schedulers always count updates."""
+        return self._accelerator.gate.plugin.adjust_scheduler
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self._accelerator.gate.loaders)
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that yielded last; None outside any."""
+        return self._accelerator.gate.frame.loader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """Prepared loaders being iterated, the innermost last; None stands first for the code around them."""
+        return [None, *self._accelerator.gate.loaders]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader's last batch is in the user's hands."""
+        return self._accelerator.gate.frame.left == 1
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of the active loader's last round; -1 if it is not known or there is no such loader."""
+        return getattr(self.active_dataloader, "remainder", -1)
+
+    def __repr__(self) -> str:
+        return f"GradientState(sync_gradients={self.sync_gradients}, num_steps={self.num_steps})"
