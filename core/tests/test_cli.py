@@ -206,7 +206,7 @@ def test_every_commented_line_of_the_written_file_is_the_default(home: Path) -> 
 
 def test_default_writes_what_was_chosen(home: Path) -> None:
     file = home / "deep" / "c.yaml"
-    arguments = ["--num-processes", "2", "--mixed_precision", "no", "--no_same_network", "--log_dir", "2024"]
+    arguments = ["--num-processes", "2", "--mixed_precision", "no", "--no_check_collectives", "--log_dir", "2024"]
     arguments += [
         "--set",
         "compile.mode=default",
@@ -218,7 +218,7 @@ def test_default_writes_what_was_chosen(home: Path) -> None:
     assert invoke("config", "default", "--config_file", str(file), *arguments).exit_code == 0
     resolved = resolve(file, environment={})
     run = resolved.run
-    assert (run.num_processes, run.mixed_precision, run.same_network, run.log_dir) == (2, "no", False, "2024")
+    assert (run.num_processes, run.mixed_precision, run.check_collectives, run.log_dir) == (2, "no", False, "2024")
     assert run.compile is not None
     assert run.compile.mode == "default"
     shown = {row.key: row.text for row in resolved.rows()}

@@ -50,13 +50,15 @@ def device(topology: Topology) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    if topology.local_rank >= count:
+    index = topology.local_rank if topology.device_index is None else topology.device_index
+    if index >= count:
         raise DrivetrainError(
-            f"process {topology.local_rank} of {topology.local_size} on this machine has no {accelerator.type} device "
-            f"of its own: there are {count}. Start at most {count} processes (num_processes), or use device: cpu"
+            f"process {topology.local_rank} of {topology.local_size} on this machine would have {accelerator.type} "
+            f"device {index}, but there are {count}, numbered from 0. Start at most {count} processes "
+            f"(num_processes), choose other devices (gpu_ids), or use device: cpu"
         )
-    torch.accelerator.set_device_index(topology.local_rank)
-    return torch.device(accelerator.type, topology.local_rank)
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
 
 
 def collectives(device_type: str) -> str:
@@ -183,6 +185,15 @@ def after_step(run: Run, models: Sequence[nn.Module], applied: bool) -> None:
 after_step.does_nothing = True  # type: ignore[attr-defined]  # lets a bound hook leave it out
 
 
+def sync_in_backward(run: Run, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    if run.world.size > 1:
+        raise DrivetrainError(
+            f"backend {run.names['backend']!r} can't reduce in backward the gradients of a forward under no_sync; "
+            f"run the last forward outside of no_sync"
+        )
+    return contextlib.nullcontext()
+
+
 def join(run: Run, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
     if run.world.size > 1:
         raise DrivetrainError(
@@ -223,13 +234,13 @@ def barrier(run: Run, group: Any) -> None:
 
 
 def save_state(run: Run, bundle: Bundle, directory: Path) -> None:
-    from drivetrain.checkpoint.writer import save_bundle
+    from drivetrain.checkpoint.bundles import save_bundle
 
     save_bundle(run, bundle, directory)
 
 
 def load_state(run: Run, bundle: Bundle, directory: Path, strict: bool) -> None:
-    from drivetrain.checkpoint.reader import load_bundle
+    from drivetrain.checkpoint.bundles import load_bundle
 
     load_bundle(run, bundle, directory, strict)
 
@@ -346,4 +357,6 @@ def profiler_activities(run: Run) -> list[Any]:
 
 
 def is_out_of_memory(run: Run, error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    from drivetrain.memory import looks_out_of_memory
+
+    return looks_out_of_memory(error)

@@ -336,6 +336,15 @@ class HookSpecs:
         """
 
     @_hook("backend", when="call")
+    def sync_in_backward(self, run: Run, model: nn.Module) -> AbstractContextManager[Any]:
+        """Context whose next backward reduces gradients, though the model's forward ran where it would not have.
+
+        Default: nothing for one process, an error for several.
+
+        :param model: A prepared model, run inside of ``accumulate`` with ``last`` False.
+        """
+
+    @_hook("backend", when="call")
     def join(self, run: Run, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Context in which ranks may run out of batches at different times.
 
@@ -500,7 +509,7 @@ class HookSpecs:
     def is_out_of_memory(self, run: Run, error: BaseException) -> bool:
         """Whether an exception means that the device ran out of memory.
 
-        Default: ``torch.OutOfMemoryError``, and the CPU allocator's message.
+        Default: ``torch.OutOfMemoryError``, ``MemoryError``, and the messages of torch's allocators.
         """
 
 

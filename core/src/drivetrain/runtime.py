@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.world import Run, Topology
 
 if TYPE_CHECKING:
-    from drivetrain.config import Resolved
+    from drivetrain.config import Resolved, RunConfig
     from drivetrain.plugin import Backend, Plugin, Precision
     from drivetrain.registry import Entry
 
@@ -86,7 +86,7 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
     """
     from drivetrain import defaults  # brings torch, which the launcher, choosing plugins as we do, can do without
 
-    topology = Topology.from_environment() if topology is None else topology
+    topology = _assign_device(Topology.from_environment() if topology is None else topology, resolved.run)
     hooks = Hooks(defaults)
 
     backend_entry, backend_notes = choose_backend(resolved, topology.size)
@@ -128,6 +128,18 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
     runtime = Runtime(run, resolved, (*backend_notes, *device_notes, *precision_notes))
     _announce(runtime)
     return runtime
+
+
+def _assign_device(topology: Topology, config: RunConfig) -> Topology:
+    """Give each process of this machine its entry of ``gpu_ids``."""
+    if isinstance(config.gpu_ids, str):
+        return topology
+    if topology.local_size > len(config.gpu_ids):
+        raise ConfigError(
+            f"gpu_ids names {len(config.gpu_ids)} device(s) for {topology.local_size} processes on this machine; "
+            f"name one for each process (the same one several times, if they are to share it)"
+        )
+    return attrs.evolve(topology, device_index=config.gpu_ids[topology.local_rank])
 
 
 def _register(hooks: Hooks, entry: Entry, plugin: Plugin) -> Any:

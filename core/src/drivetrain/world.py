@@ -45,6 +45,8 @@ class Topology:
     local_size: int = 1
     master_address: str | None = None
     master_port: int | None = None
+    device_index: int | None = None
+    """Number of the device this process was given (``gpu_ids``); None: that of its local rank."""
     launcher: str | None = None
     """Whose environment variables were read; None when nothing launched this process."""
 

@@ -79,7 +79,7 @@ def _unknown_backend(name: str, flag: str, ctx: click.Context) -> click.UsageErr
 @option("--cpu", is_flag=True, help="The same as --device cpu.")
 @setting_options("gpu_ids", "gradient_accumulation_steps")
 @set_option
-@setting_options("max_restarts", "monitor_interval", "rdzv_backend", "rdzv_conf", "same_network", "tee", "log_dir")
+@setting_options("max_restarts", "monitor_interval", "rdzv_backend", "rdzv_conf", "tee", "log_dir")
 @option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @option("--no_python", is_flag=True, help="SCRIPT is a program that is run as it is.")
 @option("--multi_gpu", is_flag=True, hidden=True)

@@ -38,7 +38,7 @@ def _seconds(_: Any, attribute: attrs.Attribute[Any], value: float | None) -> No
 
 
 def _gpu_ids(value: str | int | list[int]) -> str | list[int]:
-    """A number, a list or comma-separated numbers as a list; names (``"all"``, a device's UUID) stay as written."""
+    """A number, a list or comma-separated numbers as a list; ``"all"`` stays as written."""
     if isinstance(value, int):
         return [value]
     if isinstance(value, str) and value and all(part.strip().isdecimal() for part in value.split(",")):
@@ -46,18 +46,21 @@ def _gpu_ids(value: str | int | list[int]) -> str | list[int]:
     return value
 
 
-def _distinct_ids(_: Any, attribute: attrs.Attribute[Any], value: str | list[int]) -> None:
+def _device_numbers(_: Any, attribute: attrs.Attribute[Any], value: str | list[int]) -> None:
+    # A number may come twice: processes can share a device, with collectives that allow it.
     if not value:
         raise ValueError(f"{attribute.name} must name at least one device, or be 'all'")
-    if isinstance(value, list) and (min(value) < 0 or len(set(value)) < len(value)):
-        raise ValueError(f"{attribute.name} must be distinct numbers from 0, got {value}")
+    if value != "all" and (isinstance(value, str) or min(value) < 0):
+        raise ValueError(f"{attribute.name} must be 'all' or numbers from 0, got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
 class CompileConfig:
     """Settings of ``torch.compile`` for prepared models."""
 
-    backend: str = attrs.field(default="inductor", metadata=_about("Compiler that torch.compile uses."))
+    backend: str | None = attrs.field(
+        default=None, metadata=_about("Compiler that torch.compile uses; null: the device's own.")
+    )
     mode: str | None = attrs.field(
         default=None, metadata=_about("Preset of the compiler, such as default, reduce-overhead or max-autotune.")
     )
@@ -120,7 +123,7 @@ class RunConfig:
     )
     gpu_ids: str | list[int] = attrs.field(
         default="all",
-        validator=_distinct_ids,
+        validator=_device_numbers,
         converter=_gpu_ids,
         metadata=_about(
             "Which devices of this machine are used: all, one number or a list such as 0,1.",
@@ -171,7 +174,6 @@ class RunConfig:
     rdzv_conf: str = attrs.field(
         default="", metadata=_about("More settings of the rendezvous: key=value, separated by commas.")
     )
-    same_network: bool = attrs.field(default=True, metadata=_about("Whether all machines are in one local network."))
     compile: CompileConfig | None = attrs.field(
         default=None,
         converter=_compile,
