@@ -1,0 +1,187 @@
+"""Reading map-style data: indices are dealt out before anything is loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch
+from torch.utils.data import BatchSampler
+
+from drivetrain.data.collated import Collated, CollatedPieces, leading_rows
+from drivetrain.data.feed import Step, clone, with_next
+from drivetrain.data.order import END, Order
+from drivetrain.data.plan import IndexPieces, KeyPieces, Round, Sharding
+from drivetrain.data.randomness import Isolation, derive_seed
+from drivetrain.data.rows import Rows
+
+__all__ = ["IndexFeed"]
+
+
+@attrs.define(eq=False)
+class _Pass:
+    """One walk of the plan. Workers read ahead, so what the loader hands out lags behind ``rounds``."""
+
+    rounds: Iterator[Round]
+    handed: deque[tuple[Rows, int]] = attrs.field(factory=deque)
+    """For each round that went to the workers: its rows, and how many batches it takes to load it."""
+
+
+@attrs.define(eq=False)
+class _PlanSampler:
+    """Stands where the loader's (batch) sampler stood; each ``iter`` walks the pass that was set before it.
+
+    It knows no feed: a loader in a circle of references is taken down in an order that its workers wait seconds for.
+    """
+
+    pieces: IndexPieces
+    loads: slice
+    """The parts of a round that are loaded here."""
+    joins: bool
+    """Whether they are loaded as one batch."""
+    current: _Pass | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.current is not None
+        return self._walk(self.current)  # bound now: another pass may begin before this one is first asked
+
+    def _walk(self, current: _Pass) -> Iterator[Any]:
+        for made in current.rounds:
+            parts = [part for part in made.parts[self.loads] if part is not None]
+            if len(parts) > 1 and self.joins:
+                parts = [self.pieces.join(parts)]
+            if parts:
+                current.handed.append((made.rows, len(parts)))
+                yield from parts
+
+
+class IndexFeed:
+    """Batches of a loader over a map-style dataset.
+
+    Args:
+        source: The user's loader.
+        sharding: Who gets what.
+        rank: Set where ranks load samples of their own: what is drawn while loading then differs between them. None: it
+            is drawn as the unprepared loader draws it.
+        all_shards: Load the parts of all shards, for ``whole_rounds``.
+    """
+
+    def __init__(self, source: Any, sharding: Sharding, rank: int | None, all_shards: bool = False) -> None:
+        batched = source.batch_sampler is not None
+        lists = batched or sharding.batch_size is not None
+        self.sharding = sharding
+        self.order = Order(source.batch_sampler if batched else source.sampler, source.dataset)
+        self._pieces = IndexPieces() if lists else KeyPieces()
+        self._rank = rank or 0
+        # Workers are seeded apart; what this process draws itself comes from generators that all ranks may share.
+        self._isolation = Isolation() if rank is not None and source.num_workers == 0 else None
+        self._generator = torch.Generator()
+        loads = slice(None) if all_shards else sharding.own
+        self._plan = _PlanSampler(self._pieces, loads, joins=lists and not all_shards)
+        self._counted: tuple[tuple[int, int], int] | None = None
+        self.inner = clone(
+            source, **{"batch_sampler" if batched else "sampler": self._plan, "generator": self._generator}
+        )
+
+    def read(self, seed: int, epoch: int, start: int) -> Iterator[Step]:
+        """This process's batches, from round ``start`` on."""
+        try:
+            left = self.count(seed, epoch) - start
+        except TypeError:
+            for (loaded, rows), following in with_next(self._load(seed, epoch, start)):
+                yield Step(_joined(loaded), rows, 1 if following is None else None)
+            return
+        for loaded, rows in self._load(seed, epoch, start):
+            if left < 1:
+                self._warn_of_length("more")
+                left = 1
+            yield Step(_joined(loaded), rows, left)
+            left -= 1
+        if left > 0:
+            self._warn_of_length("fewer")
+
+    def whole_rounds(self, seed: int, epoch: int, start: int) -> Iterator[Round]:
+        """The loaded parts of all shards."""
+        for loaded, rows in self._load(seed, epoch, start):
+            missing = self.sharding.data_size - len(loaded)
+            yield Round([*loaded, *[None] * missing], rows)
+
+    def _load(self, seed: int, epoch: int, start: int) -> Iterator[tuple[list[Any], Rows]]:
+        planned = self._rounds(seed, epoch)
+        current = self._plan.current = _Pass(islice(planned, start, None) if start else planned)
+        # A resumed pass has worker seeds of its own: the epoch's first ones were used up by the batches before it.
+        self._generator.manual_seed(derive_seed(seed, epoch, "workers", self._rank, start))
+        iterator = iter(self.inner)
+        if self._isolation is not None:
+            iterator = self._apart(self._isolation, iterator, seed, epoch, start * self.sharding.feeds)
+        handed = current.handed
+        for batch in iterator:
+            rows, parts = handed.popleft()
+            yield [batch, *islice(iterator, parts - 1)] if parts > 1 else [batch], rows
+
+    def _apart(
+        self, isolation: Isolation, iterator: Iterator[Any], seed: int, epoch: int, position: int
+    ) -> Iterator[Any]:
+        """Load with other random numbers than the other ranks, and without drawing from what they share."""
+        while not isolation.idle:
+            # Seeded by position, so that a resumed pass draws what the unbroken one would have.
+            own_seed = derive_seed(seed, epoch, "items", self._rank, position)
+            batch = isolation.call(next, iterator, END, seed=own_seed)
+            if batch is END:
+                return
+            yield batch
+            position += 1
+        yield from iterator
+
+    def _rounds(self, seed: int, epoch: int) -> Iterator[Round]:
+        return self.sharding.rounds(self.order.walk(seed, epoch), self._pieces)
+
+    def count(self, seed: int, epoch: int) -> int:
+        """Batches of this process in an epoch.
+
+        Raises:
+            TypeError: The sampler has no length.
+        """
+        counted = self.sharding.count(len(self.order.root), self._samples())
+        if counted is not None:
+            return counted
+        # It depends on the size of the last batch, which only the sampler knows: walk it, once an epoch.
+        if self._counted is None or self._counted[0] != (seed, epoch):
+            own = self.sharding.own
+            made = sum(1 for made in self._rounds(seed, epoch) if any(made.rows.sizes[own]))
+            self._counted = (seed, epoch), made
+        return self._counted[1]
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of a last round that is incomplete, 0 if it isn't, -1 if only the round itself can tell."""
+        samples, size = self._samples(), self.sharding.round_size
+        if self.sharding.drop_last:
+            return 0
+        return -1 if samples is None or size is None else samples % size
+
+    def _samples(self) -> int | None:
+        """Samples that torch's own batch sampler hands out; None for other samplers, which may do anything."""
+        root = self.order.root
+        if type(root) is not BatchSampler or not hasattr(root.sampler, "__len__"):
+            return None
+        samples = len(root.sampler)
+        return samples - samples % root.batch_size if root.drop_last else samples
+
+    def _warn_of_length(self, how: str) -> None:
+        warnings.warn(
+            f"{type(self.order.root).__name__} yielded {how} batches than its len() announced, by which gradient "
+            f"accumulation finds its last group; correct its __len__",
+            stacklevel=3,
+        )
+
+
+def _joined(loaded: list[Any]) -> Any:
+    """Items of several shards as one batch."""
+    if len(loaded) == 1:
+        return loaded[0]
+    return CollatedPieces().join([Collated(leading_rows(item), item) for item in loaded]).data

@@ -1,0 +1,66 @@
+"""Which rows of a round are real: what a metric over all ranks must keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+__all__ = ["Rows"]
+
+
+@attrs.frozen
+class Rows:
+    """The rows of one round: the batches that all ranks got at the same time.
+
+    Attributes:
+        real: How many of each data shard's rows are samples of their own; repeated ones come after them.
+        sizes: Rows each shard's batch has.
+        own: Rows of this process's batch: of all the shards it feeds.
+    """
+
+    real: tuple[int, ...]
+    sizes: tuple[int, ...]
+    own: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is repeated in this round."""
+        return self.real == self.sizes
+
+    @property
+    def total(self) -> int:
+        """Real rows of all ranks together."""
+        return sum(self.real)
+
+    def trim(self, gathered: Any, own_rows: int) -> Any:
+        """Drop the repeated rows from what was gathered from all ranks.
+
+        Where a sample has several rows (the boxes of an image, the choices of a question) they stay or go together.
+
+        Args:
+            gathered: Tensor joined along dimension 0 in rank order, or a list of one entry a row. Any other value, such
+                as a loss a rank, comes back as it is.
+            own_rows: Rows of this process's contribution.
+
+        Returns:
+            The real rows, in the same order.
+        """
+        if self.complete or self.own == 0 or own_rows == 0 or own_rows % self.own:
+            return gathered
+        per_row = own_rows // self.own
+        if isinstance(gathered, Tensor):
+            length = gathered.shape[0] if gathered.ndim else -1
+        else:
+            length = len(gathered) if isinstance(gathered, (list, tuple)) else -1
+        if length != per_row * sum(self.sizes):
+            return gathered
+        kept, start = [], 0
+        for real, size in zip(self.real, self.sizes, strict=True):
+            kept.append(gathered[start * per_row : (start + real) * per_row])
+            start += size
+        if isinstance(gathered, Tensor):
+            return torch.cat(kept)
+        return type(gathered)(item for part in kept for item in part)
