@@ -10,7 +10,7 @@ INSTALL := -e '.[dev]' $(addprefix -e ,$(MEMBERS))
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 
-.PHONY: help demo setup test test-fast test-slow lint format types clean
+.PHONY: help demo setup test test-fast test-slow lint format types wheels bench clean
 
 help:  ## Show what can be done
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,9 +41,18 @@ lint: setup  ## Style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: setup  ## Compare with plain torch and the peers; see benchmarks/README.md
+	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	$(BIN)/python benchmarks/run.py
+
 format: setup  ## Put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheels: setup  ## Build every member into dist/
+	rm -rf dist
+	set -e; for member in . $(MEMBERS); do \
+		(cd $$member && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist); done
 
 clean:  ## Remove what was built, the environment included
 	rm -rf $(VENV) build dist */build */dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,10 +16,19 @@ from drivetrain.errors import CollectiveMismatchError, DrivetrainError
 from drivetrain.nested import leaves, map_leaves, map_tensors
 
 if TYPE_CHECKING:
+    from drivetrain.accumulation import Accumulation
     from drivetrain.data.rows import Rows
     from drivetrain.world import Run
 
-__all__ = ["broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce"]
+__all__ = [
+    "CollectivesMixin",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+]
 
 
 def _describe(data: Any) -> list[str]:
@@ -175,3 +184,39 @@ def pad_across_processes(run: Run, data: Any, dim: int = 0, pad_index: float = 0
         return padded
 
     return map_tensors(pad, data)
+
+
+class CollectivesMixin:
+    """What an Accelerator gathers and reduces."""
+
+    run: Run
+    gate: Accumulation
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all ranks joined along the first dimension; nested data keeps its structure.
+
+        Raises:
+            CollectiveMismatchError: Shapes or dtypes differ between ranks; the same on all of them.
+        """
+        return gather(self.run, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """``gather`` without the samples that were repeated to give every rank as many batches.
+
+        Args:
+            input_data: One row for each sample of the current batch in the first dimension (or a fixed number of
+                rows). Values that are not per sample, such as a 0-d loss, are gathered whole.
+            use_gather_object: Gather lists of picklable objects, one item for each sample.
+        """
+        rows = getattr(self.gate.frame.loader, "rows", None)
+        if use_gather_object:
+            return gather_object(self.run, input_data, rows)
+        return gather(self.run, input_data, rows)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors reduced elementwise over all ranks: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
+        return reduce(self.run, tensor, reduction, scale)  # type: ignore[arg-type]
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pad tensors along ``dim`` to the largest size any rank has."""
+        return pad_across_processes(self.run, tensor, dim, pad_index, pad_first)

@@ -1,0 +1,147 @@
+"""How a run gets its process group, and how it is given back."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import ConfigError, DrivetrainError, StateConflictError
+from drivetrain.world import Run, Topology, World
+from drivetrain_backends import collectives
+
+if TYPE_CHECKING:
+    from drivetrain.config import RunConfig
+
+__all__ = ["enter", "leave"]
+
+
+def enter(config: RunConfig, topology: Topology, device: torch.device, library: str | None) -> tuple[World, bool]:
+    """Bring up communication for this process.
+
+    A process group that the user initialised before is kept, with its own timeout and library.
+
+    Args:
+        config: The resolved configuration.
+        topology: What the launcher decided.
+        device: The device this process works on.
+        library: The device's communication library, as ``init_process_group`` takes it; None if no group is needed.
+
+    Returns:
+        The world, and whether the process group was made here (and so must be destroyed by :func:`leave`).
+
+    Raises:
+        ConfigError: It is not known where the processes meet.
+        DrivetrainError: They did not meet in time.
+        StateConflictError: The user's process group contradicts the launcher.
+    """
+    if dist.is_initialized():
+        return _adopt(topology, device), False
+    if library is not None:
+        library = config.collectives or library
+        _initialize(library, config, topology, device)
+    world = World(
+        rank=topology.rank,
+        size=topology.size,
+        device=device,
+        local_rank=topology.local_rank,
+        local_size=topology.local_size,
+        collectives=library,
+    )
+    return world, library is not None
+
+
+def _adopt(topology: Topology, device: torch.device) -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if topology.launcher is not None and (rank, size) != (topology.rank, topology.size):
+        raise StateConflictError(
+            f"the process group this program initialised says rank {rank} of {size}, the environment of "
+            f"{topology.launcher} says rank {topology.rank} of {topology.size}. Leave init_process_group to "
+            f"Drivetrain, or give it the launcher's rank and size"
+        )
+    launched = topology.launcher is not None
+    return World(
+        rank=rank,
+        size=size,
+        device=device,
+        # Without a launcher nobody says what runs on which machine: taken to be one.
+        local_rank=topology.local_rank if launched else rank,
+        local_size=topology.local_size if launched else size,
+        collectives=dist.get_backend(),
+    )
+
+
+def _initialize(library: str, config: RunConfig, topology: Topology, device: torch.device) -> None:
+    options: dict[str, Any] = {"backend": library, "rank": topology.rank, "world_size": topology.size}
+    if config.collective_timeout is not None:
+        options["timeout"] = timedelta(seconds=config.collective_timeout)
+    if device.index is not None and _serves(library, device.type):
+        # Connects at once and on the right device; without it the first collective would guess the device.
+        options["device_id"] = device
+    if topology.size == 1 and config.init_method is None:
+        options["store"] = dist.HashStore()  # nobody to meet
+    else:
+        options["init_method"] = _meeting_point(config, topology)
+    try:
+        dist.init_process_group(**options)
+    except (RuntimeError, ValueError) as error:
+        # torch numbers groups, and has counted this one: a second try would look for the others under another number.
+        dist.distributed_c10d._world.group_count = 0
+        where = options.get("init_method", "this process")
+        if where == "env://":
+            where = f"{topology.master_address}:{topology.master_port} (MASTER_ADDR, MASTER_PORT)"
+        raise DrivetrainError(
+            f"rank {topology.rank} could not form a {library} process group of {topology.size} at {where}: "
+            f"{collectives.first_line(error)}. Check that all of them were started, that rank 0's machine can be "
+            f"reached at this address and that no other job uses the port"
+        ) from error
+
+
+def _serves(library: str, device_type: str) -> bool:
+    """Whether a communication library, plain or ``cpu:one,other:two``, moves tensors of that device type."""
+    if ":" in library:
+        return any(part.partition(":")[0] == device_type for part in library.split(","))
+    return device_type != "cpu" and device_type in dist.Backend.backend_capability.get(library.lower(), [])
+
+
+def _meeting_point(config: RunConfig, topology: Topology) -> str:
+    if config.init_method is not None:
+        return config.init_method
+    if topology.master_address and topology.master_port:
+        return "env://"
+    if config.main_process_ip and config.main_process_port:
+        host = f"[{config.main_process_ip}]" if ":" in config.main_process_ip else config.main_process_ip
+        return f"tcp://{host}:{config.main_process_port}"
+    raise ConfigError(
+        f"{topology.launcher} started {topology.size} processes but nothing says where they meet. Set main_process_ip "
+        f"and main_process_port in the YAML, or MASTER_ADDR and MASTER_PORT in the environment of every process, to an "
+        f"address of rank 0's machine and a free port there"
+    )
+
+
+def leave(run: Run, error: BaseException | None) -> None:
+    """Destroy the process group. Waits for the other ranks first (at most the collective timeout) if all went well.
+
+    Args:
+        run: The run that ends.
+        error: What ended it. Other ranks may be waiting in a collective then, so nothing is waited for.
+    """
+    if not dist.is_initialized():
+        return  # the user's own code destroyed it
+    try:
+        if error is None and run.world.size > 1:
+            collectives.barrier(run, None)
+    except BaseException:
+        _destroy(run, orderly=False)
+        raise
+    _destroy(run, orderly=error is None)
+
+
+def _destroy(run: Run, orderly: bool) -> None:
+    if orderly or run.world.device.type == "cpu":
+        dist.destroy_process_group()
+    else:
+        # An accelerator's library finishes queued work when destroyed, which a lost peer would make wait for ever.
+        dist.distributed_c10d._abort_process_group()
