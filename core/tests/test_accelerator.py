@@ -13,7 +13,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
-from drivetrain import Accelerator, GradientAccumulationPlugin, GradientState, GradScalerKwargs, PartialState, state
+from drivetrain import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradientState,
+    GradScalerKwargs,
+    PartialState,
+    state,
+)
 from drivetrain.errors import DrivetrainError, StateConflictError
 
 
@@ -399,3 +407,21 @@ def test_public_names_are_all_there() -> None:
 def test_deepcopy_of_an_accelerator_is_itself() -> None:
     accelerator = Accelerator(cpu=True)
     assert copy.deepcopy(accelerator) is accelerator
+
+
+def test_non_blocking_copies_are_asked_for_where_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    to = torch.Tensor.to
+
+    def watched(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        asked.append(options.get("non_blocking") is True)
+        return to(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    for wanted in (True, False):
+        state.reset()
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=wanted))
+        loader = accelerator.prepare(numbers(1))
+        asked.clear()
+        next(iter(loader))
+        assert asked == [wanted]

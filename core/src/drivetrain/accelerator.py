@@ -12,18 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain import collectives, state
+from drivetrain import state
 from drivetrain.accumulation import Accumulation, GradientAccumulationPlugin
 from drivetrain.arguments import settings_from_code
-from drivetrain.data import DataLoaderConfiguration, skip_first_batches
-from drivetrain.forward import AutocastForward
+from drivetrain.checkpoint.surface import CheckpointMixin
+from drivetrain.collectives import CollectivesMixin
+from drivetrain.data import DataLoaderConfiguration
+from drivetrain.data.surface import LoadersMixin
 from drivetrain.gradients import Gradients, as_parameter_list
 from drivetrain.handlers import AutocastKwargs
+from drivetrain.memory import release_memory
 from drivetrain.preparation import prepare
 from drivetrain.prepared import Prepared
 from drivetrain.process import ProcessMixin
+from drivetrain.profiling import ProfileKwargs, profile
+from drivetrain.tracking.surface import TrackingMixin
+from drivetrain.unwrapping import unwrap
 
 if TYPE_CHECKING:
+    from drivetrain.checkpoint import ProjectConfiguration
     from drivetrain.config import Resolved
     from drivetrain.plugin import KwargsHandler
     from drivetrain.world import Run
@@ -33,7 +40,7 @@ __all__ = ["Accelerator"]
 logger = logging.getLogger(__name__)
 
 
-class Accelerator(ProcessMixin):
+class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin, TrackingMixin):
     """Runs one training loop on whatever the launch environment provides.
 
     Pass models, optimizers, loaders and schedulers through :meth:`prepare`, use what it returns, and call
@@ -58,6 +65,9 @@ class Accelerator(ProcessMixin):
         device: ``"auto"``, ``"cpu"`` or the name of an installed device plugin.
         rng_types: Accepted for scripts that pass it; the order of samples is a function of seed and epoch here, so no
             generator needs to be synchronized.
+        project_dir: Directory of the project, for checkpoints and trackers.
+        project_config: The same, with more choices.
+        log_with: Trackers that ``log`` hands metrics to: a name, an object, a list of them, or ``"all"``.
         config_file: YAML to read instead of the default one.
         **plugins: Keywords that installed plugins claim, such as ``fsdp_plugin``.
 
@@ -82,6 +92,9 @@ class Accelerator(ProcessMixin):
         backend: str | None = None,
         device: str | None = None,
         rng_types: Sequence[str] | None = None,
+        project_dir: Any = None,
+        project_config: ProjectConfiguration | None = None,
+        log_with: Any = None,
         config_file: Any = None,
         **plugins: Any,
     ) -> None:
@@ -116,6 +129,8 @@ class Accelerator(ProcessMixin):
             gradient_accumulation_plugin or GradientAccumulationPlugin(),
             lambda last: self._accumulate(self.run, self.known.wrapped_models, last),
         )
+        self._set_up_project(project_dir, project_config)
+        self._set_up_tracking(log_with, self.logging_dir)
         self.scaler = self._make_scaler()
         self.gradients = Gradients(self.run, self.gate, self.known.wrapped_models, self.scaler)
         state.adopt(self)
@@ -136,6 +151,14 @@ class Accelerator(ProcessMixin):
         return self.run.hooks.make_scaler(run=self.run)
 
     # ---------------------------------------------------------------------------------------------------- prepare
+
+    def init_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Context to build a model in that is too big to exist whole on every rank; ``prepare`` completes it.
+
+        Where the backend does not cut models it is built as written.
+        """
+        context: contextlib.AbstractContextManager[Any] = self.run.hooks.init_context(run=self.run)
+        return context
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Adapt models, optimizers, loaders and schedulers to the run. Use what is returned, not what was passed.
@@ -203,20 +226,14 @@ class Accelerator(ProcessMixin):
         """
         self.gradients.backward(loss, options)
 
-    @contextlib.contextmanager
-    def accumulate(self, *models: nn.Module) -> Any:
+    def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """One micro-batch of a group; optimizers in it step only at the group's end.
 
         Args:
             *models: Models trained in the block; none: all prepared ones. Blocks that name different models count
                 apart, so that several models may be accumulated in one iteration.
         """
-        with self.gate.block(models):
-            self.gradients.named = models
-            try:
-                yield
-            finally:
-                self.gradients.named = ()
+        return self.gate.block(models)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Any:
@@ -227,6 +244,16 @@ class Accelerator(ProcessMixin):
         """
         models = self.known.wrapped_models if model is None else [model]
         with self._accumulate(self.run, models, False):
+            yield
+
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Any:
+        """Context whose next ``backward`` reduces gradients over ranks, though the forward was run under ``no_sync``.
+
+        Args:
+            model: A prepared model.
+        """
+        with self.run.hooks.sync_in_backward(run=self.run, model=model):
             yield
 
     @property
@@ -309,36 +336,14 @@ class Accelerator(ProcessMixin):
         """Whether any optimizer's last due ``step`` did not update."""
         return any(optimizer.step_was_skipped for optimizer in self.known.optimizers)
 
-    # ------------------------------------------------------------------------------------------------ collectives
-
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks joined along the first dimension; nested data keeps its structure.
-
-        Raises:
-            CollectiveMismatchError: Shapes or dtypes differ between ranks; the same on all of them.
-        """
-        return collectives.gather(self.run, tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``gather`` without the samples that were repeated to give every rank as many batches.
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Context that records where the time goes; gives a ``torch.profiler.profile``. Every rank must enter it.
 
         Args:
-            input_data: One row for each sample of the current batch in the first dimension (or a fixed number of
-                rows). Values that are not per sample, such as a 0-d loss, are gathered whole.
-            use_gather_object: Gather lists of picklable objects, one item for each sample.
+            profile_handler: Replaces the one given to the Accelerator.
         """
-        rows = getattr(self.gate.frame.loader, "rows", None)
-        if use_gather_object:
-            return collectives.gather_object(self.run, input_data, rows)
-        return collectives.gather(self.run, input_data, rows)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors reduced elementwise over all ranks: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
-        return collectives.reduce(self.run, tensor, reduction, scale)  # type: ignore[arg-type]
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along ``dim`` to the largest size any rank has."""
-        return collectives.pad_across_processes(self.run, tensor, dim, pad_index, pad_first)
+        given: Any = profile_handler or self._handlers.get(ProfileKwargs) or ProfileKwargs()
+        return profile(self.run, given)
 
     # ----------------------------------------------------------------------------------------- models and loaders
 
@@ -352,32 +357,24 @@ class Accelerator(ProcessMixin):
             keep_fp32_wrapper: Keep the autocast around its forward; False gives it its own forward back.
             keep_torch_compile: Keep it compiled.
         """
-        bare: nn.Module = self.run.hooks.unwrap(run=self.run, model=model)
-        if not keep_torch_compile:
-            bare._compiled_call_impl = None
-            bare = getattr(bare, "_orig_mod", bare)
-        if not keep_fp32_wrapper:
-            AutocastForward.remove(bare)
-        return bare
+        return unwrap(self.run, model, keep_fp32_wrapper, keep_torch_compile)
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that leaves out the first batches of its next pass, and is like ``dataloader`` in all else."""
-        return skip_first_batches(dataloader, num_batches)
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything prepared, and give its memory back: ``a, b = accelerator.free_memory(a, b)``.
 
-    @property
-    def even_batches(self) -> bool:
-        """Whether short last rounds are completed so that every rank has as many batches."""
-        return self.dataloader_config.even_batches
+        Memory is free once no variable refers to the objects, so bind theirs to what is returned.
 
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is the global one, divided among the shards."""
-        return self.dataloader_config.split_batches
+        Args:
+            *objects: Of any kind.
 
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all; None: for streams that do not shard themselves."""
-        return self.dataloader_config.dispatch_batches
+        Returns:
+            As many Nones.
+        """
+        self.known.forget()
+        self.gate.forget_groups()
+        return release_memory(*objects)
+
+    clear = free_memory
 
     def handlers(self) -> Mapping[type, KwargsHandler]:
         """The handlers given in code, by class."""
@@ -386,8 +383,8 @@ class Accelerator(ProcessMixin):
     @property
     def place(self) -> Callable[[Any], Any]:
         """Brings a batch from the host to the device."""
-        run, place = self.run, self._place
-        return lambda batch: place(run, batch)
+        run, place, non_blocking = self.run, self._place, self.dataloader_config.non_blocking
+        return lambda batch: place(run, batch, non_blocking)
 
     def scheduler_multiplier(self) -> int:
         """Steps of a prepared scheduler for one update."""

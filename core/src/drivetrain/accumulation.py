@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -72,6 +72,27 @@ class Frame:
     """What gradients must still be multiplied by: their group turned out shorter than its losses were divided by."""
     batch: int = 0
     """Number of the current micro-batch, unique in the process; 0 where none has begun."""
+    counts_for: Any = None
+    """The loader whose group the batches of a plain loop belong to."""
+
+
+class _Block(contextlib.ContextDecorator):
+    """One micro-batch of a group. A class, since a generator would cost three times as much on every step."""
+
+    def __init__(self, gate: Accumulation, models: Sequence[nn.Module]) -> None:
+        self._gate = gate
+        self._models = models
+        self._context: contextlib.AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        self._context = self._gate.begin(self._models)
+        if self._context is not None:
+            self._context.__enter__()
+        self._gate.named = self._models
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._gate.named = ()
+        return None if self._context is None else self._context.__exit__(*error)
 
 
 class Accumulation:
@@ -98,6 +119,8 @@ class Accumulation:
         self._groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
         self._blocks: dict[tuple[int, ...], _Group] = {}
         self._batches = 0
+        self.named: Sequence[nn.Module] = ()
+        """Models the current block named; empty: all."""
 
     @property
     def frame(self) -> Frame:
@@ -113,7 +136,8 @@ class Accumulation:
 
     def enter(self, loader: Any) -> Frame:
         """A loader's iteration starts."""
-        frame = Frame(loader)
+        # A copy that skips batches goes on with the group of the loader it is a copy of.
+        frame = Frame(loader, counts_for=getattr(loader, "origin", loader))
         self._frames.append(frame)
         return frame
 
@@ -128,9 +152,9 @@ class Accumulation:
         if self.steps == 1:
             frame.sync, frame.size, frame.rescale = True, 1, 1.0
             return
-        group = self._groups.get(frame.loader)
+        group = self._groups.get(frame.counts_for)
         if group is None:
-            group = self._groups[frame.loader] = _Group()
+            group = self._groups[frame.counts_for] = _Group()
         self._begin(frame, group)
         self._switch(frame)
 
@@ -143,22 +167,29 @@ class Accumulation:
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
-    @contextlib.contextmanager
-    def block(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """One micro-batch of the group that these models' blocks count."""
+    def block(self, models: Sequence[nn.Module]) -> _Block:
+        """Context of one micro-batch of the group that these models' blocks count."""
+        return _Block(self, models)
+
+    def begin(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
+        """A block is entered. Returns the backend's context for it; None if it needs none, or is in it already."""
         frame = self.frame
         if frame is self._bottom:  # inside a loader its batches have numbers already, which several blocks share
             self._batches += 1
             frame.batch = self._batches
         if self.steps == 1:
             frame.sync, frame.size, frame.rescale = True, 1, 1.0
-            yield
-            return
-        group = self._blocks.setdefault(tuple(id(model) for model in models), _Group())
+            return None
+        key = tuple(map(id, models))
+        group = self._blocks.get(key)
+        if group is None:
+            group = self._blocks[key] = _Group()
         self._begin(frame, group)
-        self._close()  # the loader opened one for the loop without blocks; both at once would contradict each other
-        with self._context(frame.sync or self.plugin.sync_each_batch):
-            yield
+        last = frame.sync or self.plugin.sync_each_batch
+        if self._open is not None and not last:
+            return None  # the loader opened the same one, for loops without blocks
+        self._close()
+        return self._context(last)
 
     # ----------------------------------------------------------------------------------------------------- counting
 
@@ -191,6 +222,53 @@ class Accumulation:
     # -------------------------------------------------------------------------------------------------------- state
 
     @property
-    def counts(self) -> list[int]:
-        """Micro-batches begun in each unfinished group of blocks, in the order the blocks were first entered."""
-        return [group.begun for group in self._blocks.values()]
+    def batches(self) -> int:
+        """Micro-batches begun since the run started, those of the runs it continues included."""
+        return self._batches
+
+    @property
+    def unfinished(self) -> int:
+        """Micro-batches begun in the longest group that has not ended."""
+        groups = [*self._blocks.values(), *self._groups.values()]
+        return max((group.begun for group in groups), default=0)
+
+    def state_dict(self, models: Sequence[nn.Module], loaders: Sequence[Any]) -> dict[str, Any]:
+        """Where every unfinished group stands, as plain values.
+
+        Args:
+            models: Prepared ones; groups of blocks are told apart by positions in it.
+            loaders: Prepared ones; groups of plain loops are told apart by positions in it.
+        """
+        models_at = {id(model): position for position, model in enumerate(models)}
+        loaders_at = {id(loader): position for position, loader in enumerate(loaders)}
+        blocks = [
+            {"models": [models_at.get(key) for key in keys], "begun": group.begun, "size": group.size}
+            for keys, group in self._blocks.items()
+            if group.begun
+        ]
+        loops = [
+            {"loader": loaders_at.get(id(loader)), "begun": group.begun, "size": group.size}
+            for loader, group in self._groups.items()
+            if group.begun
+        ]
+        return {"batches": self._batches, "blocks": blocks, "loaders": loops}
+
+    def load_state_dict(self, state: Mapping[str, Any], models: Sequence[nn.Module], loaders: Sequence[Any]) -> None:
+        """Go on where ``state_dict`` was called, with models and loaders prepared in the same order.
+
+        Groups of models or loaders that were not prepared there, or are not here, start anew.
+        """
+        self.forget_groups()
+        self._batches = state["batches"]
+        for saved in state["blocks"]:
+            if all(position in range(len(models)) for position in saved["models"]):
+                key = tuple(id(models[position]) for position in saved["models"])
+                self._blocks[key] = _Group(saved["begun"], saved["size"])
+        for saved in state["loaders"]:
+            if saved["loader"] in range(len(loaders)):
+                self._groups[loaders[saved["loader"]]] = _Group(saved["begun"], saved["size"])
+
+    def forget_groups(self) -> None:
+        """Start every group anew."""
+        self._blocks.clear()
+        self._groups.clear()

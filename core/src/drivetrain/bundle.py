@@ -32,6 +32,10 @@ class Bundle:
     """For each optimizer and parameter group the names of its parameters; None for one of no model in the bundle."""
     aliases: list[list[ParameterName]] = attrs.field(factory=list)
     """Every set of names, over all models, that one tied parameter had."""
+    taken_over: frozenset[int] = frozenset()
+    """Models that the user's own code saves or loads; the hooks of state leave them out."""
+    shared_storage: bool = True
+    """Whether all processes see the same files. If not, the first process of each machine writes what is common."""
 
     def record(self) -> None:
         """Note names and ties, before anything is converted or moved."""

@@ -173,7 +173,8 @@ class HookSpecs:
     def move_model(self, run: Run, model: nn.Module) -> nn.Module:
         """Put the model on ``run.world.device``. It may replace parameters.
 
-        Left out where the backend's capabilities say ``moves_model`` or the user asked for no placement.
+        Left out where the user asked for no placement, or the backend's capabilities say ``moves_model`` and the model
+        is going to be distributed.
         Default: ``model.to(run.world.device)``.
         """
 
@@ -244,12 +245,13 @@ class HookSpecs:
     # --------------------------------------------------------------------------------------- hot: every micro-batch
 
     @_hook("backend", "device", when="hot")
-    def place(self, run: Run, batch: Any) -> Any:
+    def place(self, run: Run, batch: Any, non_blocking: bool) -> Any:
         """Bring a batch from the host to where the model computes.
 
         Default: every tensor in it ``.to(run.world.device)``, structure and types kept.
 
         :param batch: Any nesting of tensors and other values, as the loader's collate function made it.
+        :param non_blocking: Whether the copy may overlap with what follows.
         """
 
     @_hook("precision", "device", when="hot")

@@ -58,7 +58,6 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         if not self.isEnabledFor(level) and not in_order:
             return
         rank, size = _rank_and_size()
-        kwargs.setdefault("stacklevel", 2)
         if main_only and not in_order:
             if rank == 0:
                 self._write(level, msg, args, kwargs)
@@ -74,7 +73,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
     def _write(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         text, options = self.process(msg, dict(kwargs))
-        options["stacklevel"] = options.get("stacklevel", 1) + 2
+        options["stacklevel"] = options.get("stacklevel", 1) + 2  # past this function and `log`
         self.logger.log(level, text, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -85,7 +84,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         key = (str(msg), tuple(map(repr, args)))
         if key not in self._warned:
             self._warned.add(key)
-            self.warning(msg, *args, **kwargs)
+            self.log(logging.WARNING, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
     _warned: ClassVar[set[tuple[str, tuple[str, ...]]]] = set()
 

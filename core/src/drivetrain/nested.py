@@ -7,7 +7,7 @@ them as others; a batch must come out of the loader as the collate function made
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -15,7 +15,21 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["cast_floats", "leaves", "map_leaves", "map_tensors"]
+__all__ = [
+    "cast_floats",
+    "concatenate",
+    "convert_to_fp32",
+    "find_batch_size",
+    "find_device",
+    "honor_type",
+    "leaves",
+    "listify",
+    "map_leaves",
+    "map_tensors",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+]
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -106,3 +120,116 @@ def cast_floats(data: Any, dtype: torch.dtype) -> Any:
 
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+# ------------------------------------------------------------------- what scripts of their own do with nested batches
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Nested data with every float16 and bfloat16 tensor cast to float32."""
+    return cast_floats(tensor, torch.float32)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to the leaves of nested data that pass a test.
+
+    Args:
+        func: Called with a leaf, then ``args`` and ``kwargs``.
+        data: Any nesting.
+        *args: Handed on.
+        test_type: Which leaves it is applied to.
+        error_on_other_type: Whether any other leaf is an error; if not, it stays.
+        **kwargs: Handed on.
+
+    Raises:
+        TypeError: ``error_on_other_type``, and there is a leaf of another type.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            name = getattr(func, "__name__", repr(func))
+            raise TypeError(f"{name} can't be applied to a {type(leaf).__name__}, only to what {test_type} accepts")
+        return leaf
+
+    return map_leaves(apply, data)
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Iterable[str] | None = None
+) -> Any:
+    """Nested data with every tensor, and every object with a ``to`` of its own, on a device.
+
+    Args:
+        tensor: Any nesting.
+        device: As ``Tensor.to`` takes it.
+        non_blocking: Whether a copy may overlap with what follows; needs pinned memory.
+        skip_keys: What mappings hold under these keys stays where it is.
+    """
+    skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        if isinstance(leaf, Mapping):
+            return _rebuild_mapping(leaf, {key: item if key in skipped else walk(item) for key, item in leaf.items()})
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    def walk(data: Any) -> Any:
+        return map_leaves(move, data, (lambda item: isinstance(item, Mapping)) if skipped else None)
+
+    return walk(tensor)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Rows of the first tensor in nested data that has any dimension; None if there is none."""
+    return next((leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim), None)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Device of the first tensor in nested data; None if there is none."""
+    return next((leaf.device for leaf in leaves(data) if isinstance(leaf, Tensor)), None)
+
+
+def slice_tensors(data: Any, tensor_slice: slice) -> Any:
+    """Nested data with the same slice of every tensor's first dimension."""
+    return map_tensors(lambda tensor: tensor[tensor_slice], data)
+
+
+def listify(data: Any) -> Any:
+    """Nested data with every tensor as a list of Python numbers."""
+    return map_tensors(lambda tensor: tensor.tolist(), data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Several nestings of tensors, all of one structure, as one with the tensors joined along ``dim``.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+        ValueError: There is nothing to join, or the structures differ.
+    """
+    if not data:
+        raise ValueError("concatenate needs at least one item")
+    columns = iter(list(zip(*(leaves(item) for item in data), strict=True)))
+
+    def join(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"only tensors can be concatenated; got a {type(leaf).__name__}")
+        return torch.cat(next(columns), dim=dim)
+
+    return map_leaves(join, data[0])
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Items as a sequence of the type of ``obj``, a namedtuple included."""
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return type(obj)(*generator)
+    return type(obj)(generator)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from drivetrain.distributed_type import DistributedType
     from drivetrain.state import AcceleratorState
     from drivetrain.world import Run
 
@@ -26,9 +27,9 @@ class ProcessMixin:
         return self.run.world.device
 
     @property
-    def distributed_type(self) -> str:
+    def distributed_type(self) -> DistributedType:
         """How processes work together, as the backend calls it."""
-        return self.run.capabilities.distributed_type
+        return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:
@@ -64,6 +65,21 @@ class ProcessMixin:
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
         return self.run.world.size > 1
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there is more than one accelerator. Processes on CPUs do not count as such."""
+        return self.run.world.data_size > 1 and self.run.world.device.type != "cpu"
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes files that are the same for all."""
+        return self.run.world.rank == 0
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """First data shard of this process."""
+        return self.run.world.data_rank
 
     @property
     def mixed_precision(self) -> str:
@@ -112,8 +128,15 @@ class ProcessMixin:
         """Decorator: run the function on one process of each machine only."""
         return self.state.on_local_process(function, local_process_index)
 
-    def end_training(self) -> None:
-        """Finish: wait for all processes and take the world down. Call it at the end of the script."""
-        from drivetrain import state
+    def set_trigger(self) -> None:
+        """Raise a flag that any process can raise, and all see in ``check_trigger``: to stop early, say."""
+        self._triggered = True
 
-        state.reset()
+    def check_trigger(self) -> bool:
+        """Whether any process has raised the flag since the last time. Lowers it. Every process must call this."""
+        mine = torch.tensor([self._triggered], dtype=torch.int64, device=self.run.world.device)
+        raised = self.run.hooks.all_reduce(run=self.run, tensor=mine, op="max", group=None)
+        self._triggered = False
+        return bool(raised.item())
+
+    _triggered = False

@@ -1,14 +1,18 @@
-"""Whether what a plugin requires is installed in a fitting version, told by metadata before anything is imported."""
+"""Whether what a plugin requires is installed in a fitting version, told by metadata before anything is imported.
+
+``packaging`` is imported where it is used: it takes longer than all of this package, and many runs never ask.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable
-
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import InvalidVersion
+from typing import TYPE_CHECKING
 
 from drivetrain.discovery import CORE, extras, normalized
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 __all__ = ["installed_version", "members", "plugin_extras", "unmet"]
 
@@ -35,6 +39,8 @@ def unmet(requirements: Iterable[str], extra: str = "") -> list[str]:
 
 
 def _unmet(requirements: Iterable[str], extra: str, visited: frozenset[tuple[str, str]]) -> list[str]:
+    from packaging.requirements import InvalidRequirement, Requirement
+
     phrases = []
     for text in requirements:
         try:
@@ -52,6 +58,8 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 
 def _verdict(requirement: Requirement, visited: frozenset[tuple[str, str]]) -> list[str]:
+    from packaging.version import InvalidVersion
+
     wanted = str(requirement).split(";")[0].strip()
     version = installed_version(requirement.name)
     if version is None:
@@ -73,6 +81,8 @@ def _verdict(requirement: Requirement, visited: frozenset[tuple[str, str]]) -> l
 
 def _only_for(text: str, extra: str) -> bool:
     """Whether a distribution has this requirement with an extra, and not without."""
+    from packaging.requirements import Requirement
+
     requirement = Requirement(text)
     return _applies(requirement, extra) and not _applies(requirement, "")
 
@@ -93,6 +103,8 @@ def plugin_extras() -> list[str]:
 
 
 def _required_members() -> list[Requirement]:
+    from packaging.requirements import Requirement
+
     try:
         texts = importlib.metadata.requires(CORE) or []
     except importlib.metadata.PackageNotFoundError:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-__all__ = ["set_seed"]
+if TYPE_CHECKING:
+    from drivetrain.world import Run
+
+__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -36,3 +41,50 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         runtime.run.hooks.seed(run=runtime.run, seed=seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:
+    """Give several random number generators of every process the state of the main process's.
+
+    Args:
+        rng_types: As in :func:`synchronize_rng_state`.
+        generator: What ``"generator"`` means.
+    """
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)
+
+
+def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = None) -> None:
+    """Give a random number generator of every process the state of the main process's. Every process must call it.
+
+    Args:
+        rng_type: ``"torch"``: torch's generator on the CPU. ``"generator"``: the one given. Else the type of the run's
+            device: the generators of that.
+        generator: What ``"generator"`` means; must be given for it.
+
+    Raises:
+        ValueError: There is no such generator in this run.
+    """
+    from drivetrain import state
+
+    run = state.ensure().run
+    if rng_type == "torch":
+        torch.set_rng_state(_of_main_process(run, torch.get_rng_state()))
+    elif rng_type == "generator":
+        if generator is None:
+            raise ValueError("rng_type 'generator' needs the generator: synchronize_rng_state('generator', generator)")
+        generator.set_state(_of_main_process(run, generator.get_state()))
+    elif rng_type == run.world.device.type:
+        mine = run.hooks.rng_state(run=run)
+        theirs = run.hooks.broadcast_object(run=run, value=mine, source=0, group=None)
+        run.hooks.set_rng_state(run=run, state=theirs)
+    else:
+        raise ValueError(
+            f"rng_type {rng_type!r} is no generator of this run; there are: torch, generator, {run.world.device.type}"
+        )
+
+
+def _of_main_process(run: Run, state: torch.Tensor) -> torch.Tensor:
+    """A generator's state, which is bytes on the CPU."""
+    sent = run.hooks.broadcast(run=run, tensor=state.to(run.world.device), source=0, group=None)
+    return sent.cpu()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from drivetrain.distributed_type import DistributedType
 from drivetrain.errors import DrivetrainError, StateConflictError
 
 if TYPE_CHECKING:
@@ -129,9 +130,9 @@ class PartialState:
         return self._run.world.device
 
     @property
-    def distributed_type(self) -> str:
+    def distributed_type(self) -> DistributedType:
         """How processes work together, such as ``"NO"`` or ``"MULTI_CPU"``; plugins have names of their own."""
-        return self._run.capabilities.distributed_type
+        return DistributedType(self._run.capabilities.distributed_type)
 
     @property
     def backend(self) -> str | None:

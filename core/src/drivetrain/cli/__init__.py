@@ -33,7 +33,9 @@ _COMMANDS: Mapping[str, _Entry] = {
     "launch": _Entry("drivetrain.cli.launch:launch", "Run a script in one or many processes."),
     "config": _Entry("drivetrain.cli.config:config", "Write, check and show settings."),
     "plugins": _Entry("drivetrain.cli.plugins:plugins", "List installed backends, devices, precisions and trackers."),
+    "test": _Entry("drivetrain.cli.test:test", "Start the configured world and check what it computes."),
     "doctor": _Entry("drivetrain.cli.doctor:doctor", "Check every installed plugin, each in a process of its own."),
+    "conform": _Entry("drivetrain.cli.conform:conform", "Prove that an installed plugin keeps the contract."),
     "env": _Entry("drivetrain.cli.env:env", "Show versions, devices and settings, as for a bug report."),
 }
 

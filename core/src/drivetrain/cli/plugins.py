@@ -58,8 +58,6 @@ def _own_words(entry: Entry) -> str:
     from drivetrain import registry
     from drivetrain.errors import PluginError
 
-    if entry.role not in registry.GROUPS:
-        return _summary(entry)
     try:
         found = registry.load(entry)
     except PluginError as error:

@@ -39,8 +39,12 @@ _SOURCES = (
         torch.get_rng_state, torch.set_rng_state, lambda seed: torch.default_generator.manual_seed(seed), torch.equal
     ),
     _Source(random.getstate, random.setstate, random.seed, lambda one, other: bool(one == other)),
+    # Looked up when called: numpy.random takes longer to import than all of this package.
     _Source(
-        lambda: np.random.get_state(), np.random.set_state, lambda seed: np.random.seed(seed % 2**32), _same_numpy_state
+        lambda: np.random.get_state(),
+        lambda state: np.random.set_state(state),
+        lambda seed: np.random.seed(seed % 2**32),
+        _same_numpy_state,
     ),
 )
 

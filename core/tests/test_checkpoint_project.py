@@ -1,0 +1,155 @@
+"""Automatic names: which comes next, which is the last, which go."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from drivetrain import Accelerator, ProjectConfiguration, state
+from drivetrain.checkpoint import files
+from drivetrain.checkpoint.layout import Manifest
+from drivetrain.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def _fresh_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DRIVETRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and seen only when the power fails
+    state.reset()
+    yield
+    state.reset()
+
+
+def make(**options: Any) -> tuple[Accelerator, nn.Linear]:
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(3, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    return accelerator, model
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def check(directory: Path) -> float:
+    """Make sure that a checkpoint is whole, file by file; returns what its weights are filled with."""
+    manifest = Manifest.read(directory)
+    for name, record in manifest.files.items():
+        assert files.checksum(directory / name) == record, name
+    return float(safetensors.torch.load_file(directory / "models/0/model.safetensors")["weight"][0, 0])
+
+
+def numbers(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("checkpoint_")) for path in (directory / "checkpoints").iterdir())
+
+
+def project(tmp_path: Path, **options: Any) -> ProjectConfiguration:
+    return ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, **options)
+
+
+def test_the_oldest_by_number_go_and_the_highest_is_loaded(tmp_path: Path) -> None:
+    accelerator, model = make(project_config=project(tmp_path, total_limit=3))
+    for value in range(12):
+        fill(model, value)
+        accelerator.save_state()
+    assert numbers(tmp_path) == [9, 10, 11]
+    fill(model, -1.0)
+    assert accelerator.load_state() == tmp_path / "checkpoints/checkpoint_11"
+    assert float(model.weight[0, 0].detach()) == 11.0
+
+
+def test_numbers_go_on_in_a_new_run_that_loads(tmp_path: Path) -> None:
+    accelerator, _ = make(project_config=project(tmp_path))
+    accelerator.save_state()
+    accelerator.save_state()
+    state.reset()
+    accelerator, _ = make(project_config=project(tmp_path))
+    accelerator.load_state()
+    accelerator.save_state()
+    assert numbers(tmp_path) == [0, 1, 2]
+    accelerator.load_state(tmp_path / "checkpoints/checkpoint_0")
+    accelerator.save_state()
+    assert numbers(tmp_path) == [0, 1, 2, 3], "numbers are the order in time, whatever was loaded"
+
+
+def test_a_new_run_does_not_write_over_another_runs_checkpoints(tmp_path: Path) -> None:
+    accelerator, model = make(project_config=project(tmp_path))
+    fill(model, 1.0)
+    accelerator.save_state()
+    state.reset()
+    accelerator, _ = make(project_config=project(tmp_path))
+    with pytest.raises(CheckpointError, match="checkpoint_0 exists already.*load_state"):
+        accelerator.save_state()
+    assert check(tmp_path / "checkpoints/checkpoint_0") == 1.0
+
+
+def test_the_limit_never_costs_a_checkpoint_before_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, _ = make(project_config=project(tmp_path, total_limit=1))
+    accelerator.save_state()
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        with pytest.raises(CheckpointError, match="No space left"):
+            accelerator.save_state()
+    assert numbers(tmp_path) == [0]
+    accelerator.save_state()
+    assert numbers(tmp_path) == [1]
+
+
+def test_only_complete_checkpoints_with_exact_names_count(tmp_path: Path) -> None:
+    accelerator, model = make(project_config=project(tmp_path, total_limit=2))
+    fill(model, 1.0)
+    accelerator.save_state()
+    for name in ("checkpoint_7", "checkpoint_8.bak", "checkpoint_x", "best"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert accelerator.load_state().name == "checkpoint_0"
+    accelerator.save_state()
+    accelerator.save_state()
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"checkpoint_1", "checkpoint_2", "checkpoint_7", "checkpoint_8.bak", "checkpoint_x", "best"}
+
+
+def test_a_given_directory_wins_over_automatic_names(tmp_path: Path) -> None:
+    accelerator, _ = make(project_config=project(tmp_path))
+    assert accelerator.save_state(tmp_path / "mine") == tmp_path / "mine"
+    assert accelerator.save_iteration == 0
+
+
+def test_without_a_directory_or_automatic_names_it_says_so(tmp_path: Path) -> None:
+    accelerator, _ = make(project_dir=tmp_path)
+    for method in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(CheckpointError, match="automatic_checkpoint_naming=True"):
+            method()
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    with pytest.raises(CheckpointError, match="no complete checkpoint_<number>"):
+        accelerator.load_state()
+
+
+@pytest.mark.parametrize("choices", [{"total_limit": 0}, {"iteration": -1}, {"total_limit": "3"}])
+def test_impossible_choices_are_refused(choices: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        ProjectConfiguration(**choices)
+
+
+def test_the_logging_directory_follows_the_project_unless_it_was_given(tmp_path: Path) -> None:
+    assert ProjectConfiguration(project_dir="p").logging_dir == "p"
+    assert ProjectConfiguration(project_dir="p", logging_dir="l").logging_dir == "l"
+    accelerator, _ = make(project_dir=str(tmp_path))
+    assert accelerator.project_dir == accelerator.logging_dir == str(tmp_path)
