@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # One version for development and CI. The code itself supports torch >= 2.9.
 TORCH ?= torch==2.13.0
-MEMBERS := backends backends_ddp
+MEMBERS := backends backends_ddp backends_fsdp
 INSTALL := -e '.[dev]' $(addprefix -e ,$(MEMBERS))
 # Ranks share the cores; more threads than cores make every test slower.
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 
-.PHONY: help demo setup test test-fast test-slow lint format types wheels bench clean
+.PHONY: help demo setup test test-fast test-slow test-gpu lint format wheels bench clean
 
 help:  ## Show what can be done
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test-fast: setup  ## Under three minutes: no slow tests
 
 test-slow: setup  ## Only what is too long for test-fast
 	$(PYTEST) -m slow
+
+test-gpu: setup  ## On a machine with a GPU (its torch must see it: make test-gpu TORCH=torch)
+	$(PYTEST) -m gpu -rs tests/test_gpu.py
 
 lint: setup  ## Style and types
 	$(BIN)/ruff check .

@@ -55,6 +55,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple, deque)):
         lengths = len(one) == len(other) and getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
         return lengths and all(map(same, one, other))
+    if isinstance(one, (set, frozenset)):
+        return sorted(map(repr, one)) == sorted(map(repr, other))  # a NaN is not even equal to itself
     return bool(one == other)
 
 

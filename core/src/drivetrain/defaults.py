@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from drivetrain.bundle import Bundle
     from drivetrain.config import RunConfig
     from drivetrain.launch import LaunchPlan
-    from drivetrain.plugin import Policy
 
 # ---------------------------------------------------------------------------------------------- the launcher's process
 
@@ -339,16 +338,7 @@ def memory(run: Run) -> dict[str, int]:
 
 
 def make_scaler(run: Run) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler(run.world.device.type, **scaler_options(run.policy))
-
-
-def scaler_options(policy: Policy) -> dict[str, Any]:
-    """Keyword arguments for a gradient scaler, of whatever class, that does what a policy says."""
-    options = dict(policy.scaler_options)
-    if policy.loss_scale != "dynamic":
-        # A scaler that never grows, and backs off by a factor of one: a fixed scale that still skips overflows.
-        options |= {"init_scale": float(policy.loss_scale or 1.0), "growth_interval": 2**31 - 1}
-    return options
+    return torch.amp.GradScaler(run.world.device.type, **run.policy.scaler_arguments)
 
 
 def bf16_supported(run: Run) -> bool:

@@ -31,8 +31,6 @@ class Gradients:
         self.gate = gate
         self.models = models
         self.scaler = scaler
-        self.named: Sequence[nn.Module] = ()
-        """Models the user named for the current micro-batch; empty: all."""
         self._scale_used_at: int | None = None
         bind = run.hooks.bind
         self._backward = bind("backward")
@@ -59,7 +57,7 @@ class Gradients:
                 f"backward takes no options under {self.run.hooks.owner('backward')}, but got {', '.join(options)}"
             )
         try:
-            self._backward(self.run, loss, self.named or self.models, options)
+            self._backward(self.run, loss, self.gate.named or self.models, options)
         except Exception as error:
             self.run.hooks.blame(error, "backward")
             raise

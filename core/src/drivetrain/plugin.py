@@ -21,6 +21,7 @@ __all__ = [
     "Capabilities",
     "Check",
     "Device",
+    "Known",
     "KwargsHandler",
     "Plugin",
     "Policy",
@@ -63,6 +64,15 @@ class Policy:
     """None: no loss scaling. A number: that fixed scale. ``"dynamic"``: grow and back off."""
     scaler_options: Mapping[str, Any] = attrs.field(factory=dict)
     """Keyword arguments for the gradient scaler (``init_scale``, ``growth_factor``, ...)."""
+
+    @property
+    def scaler_arguments(self) -> dict[str, Any]:
+        """Keyword arguments that make ``torch.amp.GradScaler`` scale losses as this policy says."""
+        arguments = dict(self.scaler_options)
+        if self.loss_scale != "dynamic":
+            # A scaler that never grows, and still skips overflows: a fixed scale.
+            arguments |= {"init_scale": float(self.loss_scale or 1.0), "growth_interval": 2**31 - 1}
+        return arguments
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -126,6 +136,20 @@ class Check:
 
 
 @attrs.frozen
+class Known:
+    """A defect its authors know of: a check of the conformance kit that a plugin fails, and why.
+
+    The kit shows it as known instead of failed, and fails once the check passes.
+    """
+
+    check: str
+    """Name of the check, as ``drivetrain conform`` prints it."""
+    reason: str
+    precision: str | None = None
+    """Only with this precision; None: with any."""
+
+
+@attrs.frozen
 class NoConfig:
     """The section of a plugin that has no settings."""
 
@@ -144,6 +168,8 @@ class Plugin:
     """attrs class of the plugin's section in the YAML; every field needs a default."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Requirements of the engine (PEP 508), checked against what is installed before the engine is imported."""
+    known: ClassVar[tuple[Known, ...]] = ()
+    """Defects that are known, for the conformance kit."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config if config is not None else self.Config()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -94,7 +94,7 @@ def _prepare_models(accelerator: Accelerator, bundle: Bundle, placed: Sequence[b
 
     bundle.models = [hooks.convert_model(run=run, model=model) for model in bundle.models]
     _rewire(bundle)
-    if not run.capabilities.moves_model:
+    if evaluation or not run.capabilities.moves_model:  # what is not distributed is moved by no engine
         bundle.models = [
             hooks.move_model(run=run, model=model) if place else model
             for model, place in zip(bundle.models, placed, strict=True)
@@ -163,8 +163,7 @@ def _check_optimizers(accelerator: Accelerator, bundle: Bundle) -> None:
     """Follow parameters of models prepared earlier; refuse those of no model, which no backend could keep equal."""
     known = accelerator.known
     for index, optimizer in enumerate(bundle.optimizers):
-        for group in optimizer.param_groups:
-            group["params"] = [known.replacement(parameter) for parameter in group["params"]]
+        _follow(optimizer, known.replacement)
         if accelerator.run.world.data_size == 1:
             continue
         owned = known.owned()
@@ -175,6 +174,17 @@ def _check_optimizers(accelerator: Accelerator, bundle: Bundle) -> None:
                 f"{type(optimizer).__name__} holds {len(strangers)} parameter(s) of no prepared model ({shapes}). "
                 f"They would train differently on each rank; pass their model to prepare before it or in the same call"
             )
+
+
+def _follow(optimizer: Optimizer, replacement: Callable[[Any], Any]) -> None:
+    """Point an optimizer, and the state it has, at what is trained in place of its parameters."""
+    for group in optimizer.param_groups:
+        for position, old in enumerate(group["params"]):
+            new = replacement(old)
+            if new is not old:
+                group["params"][position] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
 
 
 def _wire_optimizers(accelerator: Accelerator, bundle: Bundle) -> None:

@@ -77,6 +77,8 @@ class ProjectConfiguration:
 
 def numbered(directory: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints with automatic names, by number. Only exact names count."""
+    from drivetrain.checkpoint.atomic import is_complete
+
     if not directory.is_dir():
         return []
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -105,6 +107,8 @@ def prune(directory: Path, limit: int, keep: Path) -> None:
     Raises:
         OSError: One can't be deleted.
     """
+    from drivetrain.checkpoint.atomic import remove
+
     for half in directory.glob(".checkpoint_*.removed-????????"):  # an earlier deletion was interrupted
         shutil.rmtree(half)
     older = [path for _, path in numbered(directory) if path != keep]

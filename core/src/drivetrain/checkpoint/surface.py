@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.checkpoint import project
 from drivetrain.checkpoint.agreement import agreed
-from drivetrain.checkpoint.atomic import leftovers
 from drivetrain.checkpoint.project import ProjectConfiguration
 from drivetrain.errors import CheckpointError
 
@@ -369,5 +368,7 @@ def _refuse(options: Mapping[str, Any], method: str, accepted: tuple[str, ...] =
 
 
 def _report_leftovers(target: Path) -> None:
+    from drivetrain.checkpoint.atomic import leftovers
+
     for left in leftovers(target):
         logger.warning("%s was left by a save that did not end; delete it unless one is running", left)

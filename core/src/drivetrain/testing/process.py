@@ -17,7 +17,7 @@ from typing import Any
 
 from drivetrain.testing.messages import receive, send
 
-__all__ = ["WorkerProcess"]
+__all__ = ["WorkerProcess", "worker_environment"]
 
 # A worker must not take this process for its launcher, nor read its settings.
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,7 +44,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                env=_worker_environment(environment),
+                env=worker_environment(environment),
                 start_new_session=os.name == "posix",  # so that it can be ended with its children
             )
         threading.Thread(target=self._read, name=f"answers of {self._process.pid}", daemon=True).start()
@@ -118,7 +118,12 @@ class WorkerProcess:
             self._process.stdin.close()
 
 
-def _worker_environment(extra: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a child that imports the same modules, without what a launcher has set here.
+
+    Args:
+        extra: More variables.
+    """
     inherited = {
         name: value
         for name, value in os.environ.items()
