@@ -147,4 +147,45 @@ def test_a_rank_that_fails_frees_those_waiting_in_a_barrier(worker_pool: Any) ->
     with pytest.raises(WorkerError) as caught:
         worker_pool(2).run(_die_in_a_barrier)
     assert caught.value.errors[0].message == "the first error"
-    assert "rank 0: barrier over 2 ranks failed" in caught.value.of(0).message
+    assert "over 2 ranks failed" in caught.value.of(0).message
+
+
+def _train_the_model_from_before_prepare(block: bool) -> None:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.full((1, 1), float(accelerator.process_index))
+    if block:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+    else:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_training_the_model_from_before_prepare_is_refused(worker_pool: Any, block: bool) -> None:
+    with pytest.raises(WorkerError, match=r"accelerator\.prepare\(model, \.\.\.\)") as caught:
+        worker_pool(2).run(_train_the_model_from_before_prepare, block)
+    assert {error.rank for error in caught.value.errors} == {0, 1}
+
+
+def _meet_in_different_places() -> None:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(1))
+    else:
+        accelerator.wait_for_everyone()
+
+
+def test_a_barrier_against_a_gather_is_the_same_error_on_all_ranks(worker_pool: Any) -> None:
+    with pytest.raises(WorkerError) as caught:
+        worker_pool(2).run(_meet_in_different_places)
+    messages = {error.message for error in caught.value.errors}
+    assert len(caught.value.errors) == 2
+    assert len(messages) == 1
+    assert "rank 0: gather of (1,) float32" in messages.pop()

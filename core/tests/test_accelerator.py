@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterator
 
@@ -425,3 +426,42 @@ def test_non_blocking_copies_are_asked_for_where_configured(monkeypatch: pytest.
         asked.clear()
         next(iter(loader))
         assert asked == [wanted]
+
+
+# ----------------------------------------------------------------------------------------------------- loops gone wrong
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gradient_accumulation_steps": 2}, {"mixed_precision": "fp16"}], ids=["accumulation", "loss scaling"]
+)
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_bare_backward_is_refused_where_it_computes_something_else(settings: dict, clip: bool) -> None:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = Scalar()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), numbers(2))
+    with pytest.raises(DrivetrainError, match=r"accelerator\.backward\(loss\)"):  # noqa: PT012
+        for (x,) in loader:
+            model(x).backward()
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+
+def test_a_bare_backward_passes_where_it_computes_the_same() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Scalar()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model(torch.ones(1)).backward()
+    optimizer.step()
+    assert model.w.item() == 0.0
+
+
+def test_a_loader_whose_batches_were_all_dropped_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    from drivetrain import preparation
+
+    with caplog.at_level("WARNING", logger="drivetrain"):
+        logging.getLogger("drivetrain").propagate = True
+        preparation._warn_of_nothing([1], [])
+        preparation._warn_of_nothing([1], [1])
+        preparation._warn_of_nothing(iter([1]), iter([]))
+    assert [record.getMessage()[:35] for record in caplog.records] == ["a prepared loader has no batches: d"]

@@ -40,7 +40,7 @@ def test_fewer_gpu_ids_than_processes_is_an_error() -> None:
 
 
 def test_a_backend_for_one_process_is_refused_for_several() -> None:
-    with pytest.raises(DrivetrainError, match=r"torchrun started 2 processes, but backend 'single' \(command line\)"):
+    with pytest.raises(DrivetrainError, match=r"this run has 2 processes, but backend 'single' \(command line\)"):
         runtime.start(settings(backend="single"), Topology(size=2, local_size=2, launcher="torchrun"))
 
 

@@ -75,6 +75,13 @@ class Ddp(TorchDistributedBackend):
         return replica.unsynchronized(models)
 
     @hookimpl
+    def after_step(self, models: Sequence[nn.Module]) -> None:
+        """Notice a loop that trains the model from before ``prepare``: its gradients are averaged nowhere."""
+        for model in models:
+            if getattr(model, "never_ran", False):
+                model.refuse_gradients_of_others()
+
+    @hookimpl
     def sync_in_backward(self, run: Run, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Average in the next backward what forwards under ``accumulate`` have left apart."""
         from drivetrain_ddp import replica

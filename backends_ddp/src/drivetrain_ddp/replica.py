@@ -37,9 +37,25 @@ class Replica(DistributedDataParallel):
         # Python object, it takes the group itself along while holding the interpreter's lock, and waits for threads
         # that may be waiting for that lock: a process that ends its run before it frees its models would hang.
         self.process_group = self.__dict__.pop("process_group")
+        self.never_ran = True
+        """Whether forward has not been called yet."""
+
+    def refuse_gradients_of_others(self) -> None:
+        """For a replica that never ran.
+
+        Raises:
+            DrivetrainError: There are gradients all the same.
+        """
+        if any(parameter.grad is not None for parameter in self.module.parameters()):
+            raise DrivetrainError(
+                f"the optimizer stepped on gradients of {type(self.module).__name__} that were never averaged over the "
+                f"ranks: its forward was not called on what prepare returned. Train on that: "
+                f"model, ... = accelerator.prepare(model, ...)"
+            )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Gradients of what it returns are averaged over all ranks."""
+        self.never_ran = False
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:

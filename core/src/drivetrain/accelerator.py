@@ -232,7 +232,11 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
         Args:
             *models: Models trained in the block; none: all prepared ones. Blocks that name different models count
                 apart, so that several models may be accumulated in one iteration.
+
+        Raises:
+            DrivetrainError: A model is the one given to ``prepare``, not the one it returned.
         """
+        self.known.check_returned(models)
         return self.gate.block(models)
 
     @contextlib.contextmanager

@@ -128,6 +128,11 @@ class Accumulation:
         return self._frames[-1]
 
     @property
+    def idle(self) -> bool:
+        """Whether no prepared loader is being iterated."""
+        return len(self._frames) == 1
+
+    @property
     def loaders(self) -> list[Any]:
         """Loaders being iterated, the innermost last."""
         return [frame.loader for frame in self._frames[1:]]

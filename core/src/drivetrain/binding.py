@@ -259,7 +259,6 @@ class Hooks:
             raise PluginError(f"hook {name!r} of {found.origin} returned None, but must return something")
         return answer
 
-
     def _call_everyone(self, name: str, default: Callable[..., Any], arguments: Mapping[str, Any]) -> list[Any]:
         """Answers of all plugins and of core's default. One that fails keeps no other from being called.
 

@@ -32,7 +32,9 @@ __all__ = [
 
 
 def _describe(data: Any) -> list[str]:
-    """What must agree between ranks: for each leaf its shape and dtype, or its type."""
+    """What must agree between ranks: for each leaf its shape and dtype, or its type. None stands for no data."""
+    if data is None:
+        return []
     return [
         f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
         if isinstance(leaf, Tensor)
@@ -57,11 +59,16 @@ def check(run: Run, what: str, data: Any, *, shapes: bool = True) -> None:
         return
     rows = run.hooks.all_gather_object(run=run, value=(what, described), group=None)
     listing = "\n".join(
-        f"  rank {rank}: {name} of {', '.join(parts) or 'nothing'}" for rank, (name, parts) in enumerate(rows)
+        f"  rank {rank}: {name}{' of ' if parts else ''}{', '.join(parts)}"
+        for rank, (name, parts) in enumerate(rows)
+        for rank, (name, parts) in enumerate(rows)
     )
-    where = what if len({name for name, _ in rows}) == 1 else "a collective"
+    if len({name for name, _ in rows}) > 1:
+        raise CollectiveMismatchError(
+            f"ranks came to different collectives; every rank must make the same calls in the same order:\n{listing}"
+        )
     raise CollectiveMismatchError(
-        f"ranks came to {where} with different data; all need the same structure, shapes and dtypes "
+        f"ranks came to {what} with different data; all need the same structure, shapes and dtypes "
         f"(pad_across_processes makes shapes equal):\n{listing}"
     )
 

@@ -70,8 +70,9 @@ def collectives(device_type: str) -> str:
 def init_world(config: RunConfig, topology: Topology, device: torch.device, collectives: str | None) -> World:
     if topology.size > 1:
         raise DrivetrainError(
-            f"{topology.launcher} started {topology.size} processes, but this backend works with one. Name a backend "
-            f"for several processes (backend: in the YAML, or --backend); `drivetrain plugins` lists those installed"
+            f"this run has {topology.size} processes, but its backend does not implement the hook init_world, which "
+            f"brings up their communication. A backend on torch.distributed inherits it from "
+            f"drivetrain_backends.TorchDistributedBackend"
         )
     return World(rank=0, size=1, device=device)
 

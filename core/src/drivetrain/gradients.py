@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.errors import DrivetrainError
+from drivetrain.errors import DrivetrainError, add_note
 
 if TYPE_CHECKING:
     from drivetrain.accumulation import Accumulation
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from drivetrain.world import Run
 
 __all__ = ["Gradients"]
+
+logger = logging.getLogger(__name__)
 
 
 class Gradients:
@@ -31,7 +34,10 @@ class Gradients:
         self.gate = gate
         self.models = models
         self.scaler = scaler
+        self.backwards = 0
+        """Calls of ``backward`` so far."""
         self._scale_used_at: int | None = None
+        self._warned_unfed = run.world.data_size == 1
         bind = run.hooks.bind
         self._backward = bind("backward")
         self._takes_options = run.hooks.takes("backward", "options")
@@ -46,6 +52,9 @@ class Gradients:
 
     def backward(self, loss: Tensor, options: Mapping[str, Any]) -> None:
         """See ``Accelerator.backward``."""
+        self.backwards += 1
+        if not self._warned_unfed and self.gate.idle:
+            self._warn_unfed()
         size = self.gate.frame.size
         if size != 1:
             loss = loss / size
@@ -60,7 +69,42 @@ class Gradients:
             self._backward(self.run, loss, self.gate.named or self.models, options)
         except Exception as error:
             self.run.hooks.blame(error, "backward")
+            self._explain_lost_ranks(error)
             raise
+
+    def _explain_lost_ranks(self, error: Exception) -> None:
+        """What a communication library says when another rank does not come names neither a rank nor a cure."""
+        world = self.run.world
+        text = str(error).lower()
+        if world.size > 1 and any(
+            sign in text for sign in ("timed out", "timeout", "connection closed", "reset by peer")
+        ):
+            add_note(
+                error,
+                f"on rank {world.rank} of {world.size}: another rank ended, or did not run this backward. If ranks "
+                f"have different numbers of batches, see accelerator.join_uneven_inputs; how long a rank waits is set "
+                f"by collective_timeout",
+            )
+
+    def _warn_unfed(self) -> None:
+        self._warned_unfed = True
+        logger.warning(
+            "rank %d trains outside any prepared loader: unless your own code gives every rank other data, all %d of "
+            "them train on the same; pass the loader to prepare and iterate what it returns",
+            self.run.world.rank,
+            self.run.world.size,
+        )
+
+    def _check_backward(self, optimizer: AcceleratedOptimizer) -> None:
+        """Refuse gradients of a bare ``loss.backward()`` where they have another size than the Accelerator's."""
+        if optimizer.backwards != self.backwards or (self.scaler is None and self.gate.steps == 1):
+            return
+        if optimizer.has_gradients():
+            why = "scale the loss" if self.scaler is not None else "divide the loss by the size of its group"
+            raise DrivetrainError(
+                f"gradients were computed without accelerator.backward(loss), which would also {why}; call it in place "
+                f"of loss.backward(). If the optimizer was prepared but its loss is another's, do not prepare it"
+            )
 
     def _update_scale_of_last_group(self) -> None:
         batch = self.gate.frame.batch
@@ -80,6 +124,7 @@ class Gradients:
         """Bring an optimizer's gradients to their true size: unscaled, and a mean over the group. Once per group."""
         if optimizer.finished:
             return
+        self._check_backward(optimizer)
         optimizer.finished = True
         if self.scaler is not None and optimizer.has_gradients():
             self._scale_used_at = self.gate.frame.batch
@@ -124,6 +169,8 @@ class Gradients:
 
     def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> bool:
         """Update the parameters of one optimizer at the end of a group; returns whether it did."""
+        if closure is None and not optimizer.finished:
+            self._check_backward(optimizer)
         try:
             if self.scaler is None:
                 if self.gate.frame.rescale != 1.0:
@@ -134,6 +181,7 @@ class Gradients:
         except Exception as error:
             self.run.hooks.blame(error, "step")
             raise
+        optimizer.backwards = self.backwards
         if applied is None:
             raise DrivetrainError(
                 f"hook 'step' of {self.run.hooks.owner('step')} returned None; it must say whether it updated anything"

@@ -61,6 +61,8 @@ class AcceleratedOptimizer(Optimizer):
         self.gradients = gradients
         self.models = models
         self.stepper = _Stepper(self)
+        self.backwards = 0
+        """How many backwards of the Accelerator there had been at the last update."""
         self.finished = False
         """Whether this group's gradients are unscaled and rescaled already."""
         self.held = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from drivetrain.world import Run
 
 __all__ = ["prepare"]
+
+logger = logging.getLogger(__name__)
 
 _KINDS: Mapping[str, type] = {
     "models": nn.Module,
@@ -223,7 +226,22 @@ def _prepare_loader(accelerator: Accelerator, loader: Any, placed: bool) -> Any:
         base_seed=_draw_seed(run),
         collectives=LoaderCollectives(run),
     )
+    _warn_of_nothing(loader, made)
     return run.hooks.wrap_loader(run=run, loader=made)
+
+
+def _warn_of_nothing(source: Any, made: Any) -> None:
+    """An epoch in which no rank gets a batch is rarely meant."""
+    try:
+        nothing = len(made) == 0 < len(source)
+    except TypeError:  # a stream
+        return
+    if nothing:
+        logger.warning(
+            "a prepared loader has no batches: drop_last drops a round in which not every rank has a full batch, and "
+            "the %d batch(es) of this loader do not fill one; use smaller batches or drop_last=False",
+            len(source),
+        )
 
 
 def _draw_seed(run: Run) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.bundle import Bundle
+from drivetrain.errors import DrivetrainError
 from drivetrain.optimizer import AcceleratedOptimizer
 from drivetrain.scheduler import AcceleratedScheduler
 
@@ -41,6 +42,7 @@ class Prepared:
         self.loaders: list[Any] = []
         self._sources: list[tuple[Any, Any]] = []
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._returned: set[int] = set()
 
     def find(self, thing: Any) -> Any:
         """What stands for ``thing`` if it was prepared before, be it the prepared object or its source; else None."""
@@ -80,6 +82,7 @@ class Prepared:
         for kept in (self.models, self.wrapped_models, self.optimizers, self.schedulers, self.loaders, self._sources):
             kept.clear()
         self._replaced = WeakIdKeyDictionary()
+        self._returned.clear()
 
     # ------------------------------------------------------------------------------------------------- parameters
 
@@ -105,6 +108,22 @@ class Prepared:
             for model in self.models
             if any(id(p) in wanted for p in self._bare(model.wrapped).parameters())
         ]
+
+    def check_returned(self, models: Sequence[nn.Module]) -> None:
+        """Refuse models as they were before ``prepare`` wrapped them: ranks would drift apart in silence.
+
+        Raises:
+            DrivetrainError: One of them is the model as it was before ``prepare``.
+        """
+        for model in models:
+            if id(model) in self._returned:
+                continue
+            if any(model is known.original and model is not known.wrapped for known in self.models):
+                raise DrivetrainError(
+                    f"this {type(model).__name__} is the model that was given to prepare, not the one it returned; "
+                    f"train on what prepare returns: model, ... = accelerator.prepare(model, ...)"
+                )
+            self._returned.add(id(model))
 
     def model_of(self, module: nn.Module) -> PreparedModel | None:
         """The prepared model a module is, or was unwrapped from."""

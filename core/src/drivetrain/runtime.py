@@ -93,7 +93,7 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
     backend: Backend = _register(hooks, backend_entry, create(backend_entry, resolved))
     if topology.size > 1 and not backend.capabilities.many_processes:
         raise DrivetrainError(
-            f"{topology.launcher} started {topology.size} processes, but backend {backend_entry.name!r} "
+            f"this run has {topology.size} processes, but backend {backend_entry.name!r} "
             f"({resolved.origin('backend')}) works with one. Name one for several processes, or none; "
             f"`drivetrain plugins` lists those installed"
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from drivetrain import collectives
 from drivetrain.distributed_type import DistributedType
 from drivetrain.errors import DrivetrainError, StateConflictError
 
@@ -177,7 +178,12 @@ class PartialState:
     # ------------------------------------------------------------------------------------------------- what to do
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has called this."""
+        """Return when every process has called this.
+
+        Raises:
+            CollectiveMismatchError: Another process is in another collective.
+        """
+        collectives.check(self._run, "wait_for_everyone", None)
         self._run.hooks.barrier(run=self._run, group=None)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
