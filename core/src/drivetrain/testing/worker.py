@@ -142,6 +142,8 @@ def _reset(error: BaseException | None) -> None:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+        # torch numbers groups. One that failed on this rank alone must not make it look for the next ones elsewhere.
+        dist.distributed_c10d._world.group_count = 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""Every installed backend keeps the contract: the conformance kit, as a plugin's own tests would run it."""
+
+from __future__ import annotations
+
+import pytest
+
+from drivetrain import discovery
+from drivetrain.testing.suite import *  # noqa: F403
+from drivetrain.testing.suite import Suite
+
+# Some checks launch processes that bring torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+# With another precision only what depends on it.
+OF_PRECISION = ("world", "numerics")
+
+SUITES = [
+    suite
+    for name in sorted(discovery.entries()["backend"])
+    for suite in (Suite(backend=name), Suite(backend=name, precision="bf16", groups=OF_PRECISION))
+]
+
+
+@pytest.fixture(scope="module", params=SUITES, ids=str)
+def drivetrain_plugin(request: pytest.FixtureRequest) -> Suite:
+    """What is examined."""
+    suite: Suite = request.param
+    return suite
