@@ -46,7 +46,8 @@ lint: setup  ## Style and types
 
 bench: setup  ## Compare with plain torch and the peers; see benchmarks/README.md
 	$(BIN)/python -m pip install --quiet -e '.[bench]'
-	$(BIN)/python benchmarks/run.py
+	set -e; for script in import_time step_overhead transformer_step loader_rate checkpoint; do \
+		$(BIN)/python benchmarks/$$script.py; done
 
 format: setup  ## Put the code in shape
 	$(BIN)/ruff check --fix .

@@ -124,11 +124,11 @@ def test_first_role_of_a_hook_wins_whatever_the_order_of_registration():
     assert hookspecs.hooks()["autocast"].roles == ("precision", "device")
     for plugins in ([OnBackend(), OnDevice(), OnPrecision()], [OnPrecision(), OnDevice(), OnBackend()]):
         hooks = hooks_with(*plugins)
-        assert hooks.place(run=0, batch=0) == "backend"
-        assert hooks.bind("place")(0, 0) == "backend"
+        assert hooks.place(run=0, batch=0, non_blocking=False) == "backend"
+        assert hooks.bind("place")(0, 0, False) == "backend"
         assert hooks.autocast(run=0) == "precision"
         assert str(hooks.owner("place")) == "backend 'mine' (backend-dist 1.2)"
-    assert hooks_with(OnDevice()).place(run=0, batch=0) == "device"
+    assert hooks_with(OnDevice()).place(run=0, batch=0, non_blocking=False) == "device"
 
 
 def test_one_answer_is_never_followed_by_another_when_it_is_none():
