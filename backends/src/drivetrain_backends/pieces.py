@@ -43,7 +43,7 @@ class Piece:
         """The held elements in one dimension."""
         return self.local.detach().contiguous().view(-1)
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def write(self, flat: Tensor, at: int) -> None:
         """Put elements into the piece.
 
@@ -122,7 +122,9 @@ def survey(run: Run, pieces: Mapping[str, Piece]) -> dict[str, Layout]:
 def _layout(name: str, held: Sequence[Any]) -> Layout:
     kinds = {(shape, dtype) for _, _, shape, dtype in filter(None, held)}
     if len(kinds) != 1:
-        raise DrivetrainError(f"ranks hold pieces of different tensors under the name {name!r}: {sorted(map(str, kinds))}")
+        raise DrivetrainError(
+            f"ranks hold pieces of different tensors under the name {name!r}: {sorted(map(str, kinds))}"
+        )
     [(shape, dtype)] = kinds
     parts: dict[tuple[int, int], Part] = {}
     for rank, piece in enumerate(held):

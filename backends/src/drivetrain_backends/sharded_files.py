@@ -2,8 +2,8 @@
 
 ::
 
-    sharded.json                  what there is: shapes, dtypes, which rank wrote which elements, and whatever is no tensor
-    rank_00000.safetensors        this rank's pieces, each in one dimension
+    sharded.json              what there is: shapes, dtypes, which rank wrote which elements, and whatever is no tensor
+    rank_00000.safetensors    this rank's pieces, each in one dimension
 
 Nothing is pickled. A piece held by several ranks is written by the lowest of them.
 """

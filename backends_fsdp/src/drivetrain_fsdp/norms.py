@@ -1,0 +1,71 @@
+"""Clipping by the norm of gradients of which each rank holds a piece."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.world import Run
+
+__all__ = ["clip_norm", "clip_value"]
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def clip_norm(
+    run: Run, pieces: Sequence[Tensor], wholes: Sequence[Tensor], group: Any, max_norm: float, norm_type: float
+) -> Tensor:
+    """Scale gradients so that their norm is at most ``max_norm``. Every rank calls it for the same parameters.
+
+    Args:
+        run: The run.
+        pieces: This rank's parts of gradients that are cut over ``group``. Scaled in place.
+        wholes: Gradients that are the same on every rank. Scaled in place.
+        group: Process group.
+        max_norm: The largest norm allowed.
+        norm_type: p of the p-norm, above 0; may be ``inf``.
+
+    Returns:
+        The norm before, 0-d float32, the same on every rank.
+
+    Raises:
+        ValueError: ``norm_type`` is not above 0.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"the p of a norm must be above 0, got {norm_type}")
+    infinite = norm_type == float("inf")
+    power = 1.0 if infinite else norm_type
+    own = _powered(pieces, norm_type, power, run.world.device)
+    total = run.hooks.all_reduce(run=run, tensor=own, op="max" if infinite else "sum", group=group)
+    common = _powered(wholes, norm_type, power, run.world.device)
+    total = torch.maximum(total, common) if infinite else total + common
+    norm = total ** (1.0 / power)
+    _scale([*pieces, *wholes], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _powered(gradients: Sequence[Tensor], norm_type: float, power: float, device: torch.device) -> Tensor:
+    """The norm to the power of p, which can be added to that of other gradients."""
+    held = [gradient for gradient in gradients if gradient.numel()]
+    if not held:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norm = nn.utils.get_total_norm(held, norm_type).to(device)
+    return norm.float() ** power  # of one dtype, whatever this rank holds: it is sent to the others
+
+
+def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_device[gradient.device].append(gradient)
+    for device, held in by_device.items():
+        torch._foreach_mul_(held, factor.to(device))
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def clip_value(gradients: Sequence[Tensor], limit: float) -> None:
+    """Clamp every element to ``[-limit, limit]``, in place."""
+    for gradient in gradients:
+        gradient.clamp_(-limit, limit)

@@ -1,0 +1,373 @@
+"""Training under both versions on real ranks, against plain torch in one process on all of their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+WIDTH, CLASSES, ROWS = 6, 3, 4
+VERSIONS = ["fsdp", "fsdp1"]
+BOTH = pytest.mark.parametrize("backend", VERSIONS)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks above one divides, a scalar, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.randn(CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale + self.shift
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(ROWS, 5, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
+
+
+def joined(numbers: list[int]) -> tuple[Tensor, Tensor]:
+    batches = [batch(number) for number in numbers]
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def full(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def settings(backend: str, precision: str = "no", **section: Any) -> dict[str, Any]:
+    return {"backend": backend, "device": "cpu", "mixed_precision": precision, backend: section}
+
+
+UNITS = {"transformer_classes": "Block"}
+
+
+def by_hand(
+    steps: int, ranks: int, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd, clip: float | None = None
+) -> Any:
+    model, norms = net(), []
+    optimizer = make(model)
+    for step in range(steps):
+        x, y = joined(list(range(step * ranks, (step + 1) * ranks)))
+        cross_entropy(model(x), y).backward()
+        if clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+# -------------------------------------------------------------------------------------------------------- equal weights
+
+
+def train(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], clip: float | None) -> Any:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = net(seed=accelerator.process_index)  # rank 0's values are everybody's
+    model, optimizer = accelerator.prepare(model, make(model))
+    norms = []
+    for step in range(steps):
+        x, y = batch(step * accelerator.num_processes + accelerator.process_index)
+        accelerator.backward(cross_entropy(model(x), y))
+        if clip is not None:
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return full(accelerator, model), norms
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "section"),
+    [
+        ("fsdp", 2, {}),
+        ("fsdp", 4, UNITS),
+        ("fsdp", 3, {"wrap_policy": "size", "min_num_params": 80}),
+        ("fsdp", 2, {**UNITS, "reshard_after_forward": False}),
+        ("fsdp", 4, {**UNITS, "reshard_after_forward": 2}),
+        ("fsdp", 4, {**UNITS, "replicate_size": 2}),
+        ("fsdp", 2, {**UNITS, "activation_checkpointing": True}),
+        ("fsdp", 2, {**UNITS, "cpu_offload": True}),
+        ("fsdp", 2, {**UNITS, "forward_prefetch": 1, "backward_prefetch": 2}),
+        ("fsdp", 2, {**UNITS, "ignored_modules": "head|blocks\\.0\\..*"}),
+        ("fsdp1", 2, {}),
+        ("fsdp1", 4, UNITS),
+        ("fsdp1", 3, {"wrap_policy": "size", "min_num_params": 80}),
+        ("fsdp1", 2, {**UNITS, "sharding_strategy": "shard_grad_op"}),
+        ("fsdp1", 2, {**UNITS, "sharding_strategy": "no_shard"}),
+        ("fsdp1", 4, {**UNITS, "shard_size": 2}),
+        ("fsdp1", 4, {**UNITS, "replicate_size": 2, "sharding_strategy": "hybrid_shard_zero2"}),
+        ("fsdp1", 2, {**UNITS, "activation_checkpointing": True}),
+        ("fsdp1", 2, {**UNITS, "forward_prefetch": True, "backward_prefetch": None, "limit_all_gathers": False}),
+        ("fsdp1", 2, {**UNITS, "ignored_modules": ["head", "blocks.0.norm"]}),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) or "defaults" if isinstance(value, dict) else None,
+)
+def test_steps_equal_one_process_on_the_joined_batches(
+    worker_pool: Any, backend: str, ranks: int, section: dict[str, Any]
+) -> None:
+    outcomes = worker_pool(ranks).run(train, 5, sgd, 0.5, config=settings(backend, **section))
+    weights, norms = by_hand(5, ranks, sgd, 0.5)
+    close(outcomes[0][0], weights)
+    for _, found in outcomes:
+        torch.testing.assert_close(found, norms, rtol=1e-5, atol=1e-6)
+        assert found == outcomes[0][1]  # to the last bit, on all ranks
+
+
+@BOTH
+def test_adamw_steps_equal_one_process(worker_pool: Any, backend: str) -> None:
+    outcomes = worker_pool(2).run(train, 5, adamw, None, config=settings(backend, **UNITS))
+    close(outcomes[0][0], by_hand(5, 2, adamw)[0], 2e-5)
+
+
+# ------------------------------------------------------------------------------------- optimizers, groups, frozen, ties
+
+
+def groups(model: Net) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [
+            {"params": [model.scale, *model.first.parameters()], "lr": 0.01},
+            {"params": [*model.head.parameters(), *model.blocks[1].parameters()], "lr": 0.03, "weight_decay": 0.5},
+        ],
+        lr=1.0,
+    )
+
+
+def train_groups() -> Any:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = net()
+    model, optimizer = accelerator.prepare(model, groups(model))
+    for step in range(3):
+        x, y = batch(2 * step + accelerator.process_index)
+        accelerator.backward(cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters()}
+    members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return full(accelerator, model), members, [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+@BOTH
+def test_groups_keep_members_learning_rates_and_weight_decay(worker_pool: Any, backend: str) -> None:
+    model = net()
+    optimizer = groups(model)
+    for step in range(3):
+        x, y = joined([2 * step, 2 * step + 1])
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.zero_grad()  # of those in no group, too
+    names = {id(p): name for name, p in model.named_parameters()}
+    members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    found = worker_pool(2).run(train_groups, config=settings(backend, **UNITS))
+    close(found[0][0], model.state_dict(), 1e-5)
+    assert [found[0][1:], found[1][1:]] == [(members, [(0.01, 0.01), (0.03, 0.5)])] * 2
+
+
+class Mixed(nn.Module):
+    """Parts of two dtypes, frozen and trained, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(5, WIDTH).requires_grad_(False)
+        self.half_frozen = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+        self.narrow = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).bfloat16()
+        self.trained = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.half_frozen(self.frozen(x).bfloat16())
+        return self.trained(self.narrow(x).float())
+
+
+def mixed() -> Mixed:
+    torch.manual_seed(0)
+    return Mixed()
+
+
+def train_mixed() -> Any:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = mixed()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for step in range(3):
+        x, y = batch(2 * step + accelerator.process_index)
+        accelerator.backward(cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full(accelerator, model)
+
+
+@BOTH
+def test_frozen_and_trained_parameters_of_two_dtypes_go_together(worker_pool: Any, backend: str) -> None:
+    model, start = mixed(), mixed().state_dict()
+    optimizer = sgd(model)
+    for step in range(3):
+        x, y = joined([2 * step, 2 * step + 1])
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = worker_pool(2).run(train_mixed, config=settings(backend))[0]
+    for name, value in model.state_dict().items():
+        assert found[name].dtype == value.dtype
+        if "frozen" in name:
+            assert torch.equal(found[name], start[name])
+        else:
+            assert not torch.equal(found[name], start[name])
+            torch.testing.assert_close(found[name], value, rtol=0.02, atol=5e-3)
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding, and two blocks that share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[1].inner.weight = self.blocks[0].inner.weight
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def ids(number: int) -> Tensor:
+    return torch.randint(7, (ROWS, 5), generator=torch.Generator().manual_seed(number))
+
+
+def next_token(model: nn.Module, rows: Tensor) -> Tensor:
+    return cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def train_tied() -> Any:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    with accelerator.init_context():
+        model = Tied()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        accelerator.backward(next_token(model, ids(2 * step + accelerator.process_index)))
+        optimizer.step()
+        optimizer.zero_grad()
+    bare = accelerator.unwrap_model(model)
+    ties = bare.head.weight is bare.tokens.weight, bare.blocks[0].inner.weight is bare.blocks[1].inner.weight
+    return full(accelerator, model), ties, len(list(model.parameters()))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "section",
+    [UNITS, {"transformer_classes": "Block,Embedding,Linear"}, {**UNITS, "cpu_ram_efficient_loading": True}],
+    ids=["blocks", "everything", "from rank 0"],
+)
+def test_tied_weights_stay_one(worker_pool: Any, backend: str, section: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        next_token(model, torch.cat([ids(2 * step), ids(2 * step + 1)])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = worker_pool(2).run(train_tied, config=settings(backend, **section))
+    close(found[0][0], model.state_dict())
+    assert [rank[1:] for rank in found] == [((True, True), len(list(model.parameters())))] * 2
+
+
+def train_several() -> Any:
+    """A trained pair with an optimizer each, a model that only teaches, and an optimizer over parts of both."""
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    student, critic, teacher = net(0), net(1), net(2).requires_grad_(False)
+    optimizers = [
+        sgd(student),
+        torch.optim.SGD(critic.blocks.parameters(), lr=0.1),
+        torch.optim.SGD([*critic.head.parameters(), critic.scale], lr=0.2),
+    ]
+    student, critic, teacher, *optimizers = accelerator.prepare(student, critic, teacher, *optimizers)
+    for step in range(4):
+        x, _ = batch(2 * step + accelerator.process_index)
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = mse_loss(student(x), wanted)
+        if step % 2:
+            loss = loss + mse_loss(critic(x), wanted) * 0.5
+        accelerator.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [full(accelerator, model) for model in (student, critic, teacher)]
+
+
+@BOTH
+def test_several_models_and_optimizers_equal_one_process(worker_pool: Any, backend: str) -> None:
+    student, critic, teacher = net(0), net(1), net(2)
+    optimizers = [
+        sgd(student),
+        torch.optim.SGD(critic.blocks.parameters(), lr=0.1),
+        torch.optim.SGD([*critic.head.parameters(), critic.scale], lr=0.2),
+    ]
+    for step in range(4):
+        x, _ = joined([2 * step, 2 * step + 1])
+        wanted = teacher(x).detach()
+        loss = mse_loss(student(x), wanted)
+        if step % 2:
+            loss = loss + mse_loss(critic(x), wanted) * 0.5
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = worker_pool(2).run(train_several, config=settings(backend, **UNITS))[0]
+    for weights, model in zip(found, (student, critic, teacher), strict=True):
+        close(weights, model.state_dict(), 2e-6)
