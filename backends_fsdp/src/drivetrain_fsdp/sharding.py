@@ -16,7 +16,7 @@ from drivetrain.world import Run
 from drivetrain_backends.pieces import Piece
 from drivetrain_backends.replicas import check_same_model
 from drivetrain_fsdp import mesh, norms
-from drivetrain_fsdp.config import MixedPrecisionConfig, ShardingConfig
+from drivetrain_fsdp.config import Fsdp1Config, FsdpConfig, MixedPrecisionConfig
 from drivetrain_fsdp.recomputing import RecomputedForward
 from drivetrain_fsdp.reduction import Sharded, average_in_backward, switched
 from drivetrain_fsdp.units import make_plan
@@ -34,7 +34,7 @@ class Sharding:
         engine: The module that talks to torch: ``fsdp1`` or ``fsdp2``.
     """
 
-    def __init__(self, section: str, config: ShardingConfig, engine: Any) -> None:
+    def __init__(self, section: str, config: FsdpConfig | Fsdp1Config, engine: Any) -> None:
         self.section = section
         self.config = config
         self.engine = engine
@@ -67,7 +67,7 @@ class Sharding:
         if run.world.mesh is None:
             return
         self.engine.check(run, self.config, run.world.mesh.size(-1))
-        _check_precision(run, self.section, self.config.mixed_precision_policy)  # type: ignore[attr-defined]
+        _check_precision(run, self.section, self.config.mixed_precision_policy)
         owners: dict[int, int] = {}
         for index, model in enumerate(models):
             if self.engine.is_wrapped(model) or any(isinstance(p, DTensor) for p in model.parameters()):
@@ -98,7 +98,7 @@ class Sharding:
         sync = self.config.sync_module_states
         check_same_model(run, model)
         check_values(run, model, sync)
-        policy: MixedPrecisionConfig | None = self.config.mixed_precision_policy  # type: ignore[attr-defined]
+        policy: MixedPrecisionConfig | None = self.config.mixed_precision_policy
         if run.policy.compute is not None or (policy is not None and policy.param_dtype is not None):
             widen(model)
         plan = make_plan(self.section, model, self.config, self.engine.FROZEN_COUNTS)
