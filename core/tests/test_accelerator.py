@@ -24,6 +24,7 @@ from drivetrain import (
     state,
 )
 from drivetrain.errors import DrivetrainError, StateConflictError
+from drivetrain.plugin import Policy
 
 
 @pytest.fixture(autouse=True)
@@ -465,3 +466,22 @@ def test_a_loader_whose_batches_were_all_dropped_is_mentioned(caplog: pytest.Log
         preparation._warn_of_nothing([1], [1])
         preparation._warn_of_nothing(iter([1]), iter([]))
     assert [record.getMessage()[:35] for record in caplog.records] == ["a prepared loader has no batches: d"]
+
+
+def test_a_fixed_loss_scale_stays_after_an_overflow_that_is_still_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(compute="float16", loss_scale=128.0)
+    monkeypatch.setattr("drivetrain.builtin.Fp16.policy", property(lambda self: policy))
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = Scalar()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    skipped = []
+    for x in (1.0, float("inf"), 1.0):
+        accelerator.backward(model(torch.tensor([x])))
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+        assert accelerator.scaler.get_scale() == 128.0
+    accelerator.gradients.update_scale()
+    assert accelerator.scaler.get_scale() == 128.0
+    assert skipped == [False, True, False]
+    assert model.w.item() == -1.0

@@ -116,7 +116,9 @@ class Gradients:
         """Let the scaler grow or back off for the updates since the last time, if there were any."""
         if self._scale_used_at is not None:
             self._scale_used_at = None
-            self.scaler.update()
+            # torch's scaler backs off whatever it is told, so a fixed scale is put back every time.
+            scale = self.run.policy.loss_scale
+            self.scaler.update(None if scale == "dynamic" else scale)
 
     # ------------------------------------------------------------------------------------- between backward and step
 

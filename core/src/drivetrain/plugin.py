@@ -70,7 +70,7 @@ class Policy:
         """Keyword arguments that make ``torch.amp.GradScaler`` scale losses as this policy says."""
         arguments = dict(self.scaler_options)
         if self.loss_scale != "dynamic":
-            # A scaler that never grows, and still skips overflows: a fixed scale.
+            # One that never grows; that it does not shrink either is seen to where it is updated.
             arguments |= {"init_scale": float(self.loss_scale or 1.0), "growth_interval": 2**31 - 1}
         return arguments
 
