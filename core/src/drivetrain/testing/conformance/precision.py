@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import attrs
 import torch
 from torch.nn.functional import mse_loss
@@ -14,7 +17,15 @@ from drivetrain.testing.conformance.subject import Subject, gentle_scale
 
 __all__ = ["checks"]
 
-checks = CheckList("precision")
+
+class _OnePerPrecision(CheckList):
+    """A check for each precision that is installed when they are asked for."""
+
+    def __iter__(self) -> Iterator[ConformanceCheck]:
+        return (_check(name) for name in sorted(registry.entries()["precision"]))
+
+
+checks = _OnePerPrecision("precision")
 
 _UPDATES = 12
 
@@ -61,6 +72,7 @@ def try_to_start() -> Refused:
     return Refused(message, torch.distributed.is_initialized(), state.current() is not None)
 
 
+@functools.cache
 def _check(name: str) -> ConformanceCheck:
     def broken(subject: Subject) -> str | None:
         return subject.pairs[name].broken
@@ -81,6 +93,3 @@ def _check(name: str) -> ConformanceCheck:
 
     title = f"{name} trains to a falling loss, or is refused with its reason before anything is allocated"
     return ConformanceCheck(title, checks.group, run, broken, where="largest world")
-
-
-checks.extend(_check(name) for name in sorted(registry.entries()["precision"]))
