@@ -235,6 +235,11 @@ def test_light_parts_import_nothing_heavy(statement):
     assert not modules_after(statement) & HEAVY
 
 
+def test_importing_the_accelerator_leaves_for_later_what_its_first_call_needs():
+    modules = modules_after("from drivetrain import Accelerator")
+    assert not modules & {"drivetrain.data.preparing", "drivetrain.checkpoint.writer", "drivetrain.config", "packaging"}
+
+
 def test_help_imports_nothing_heavy():
     statement = (
         "from drivetrain.cli import main\n"

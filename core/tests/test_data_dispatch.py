@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.data import DataLoaderConfiguration, DataLoaderDispatcher, prepare_loader, skip_first_batches
+from drivetrain.data.configuration import DataLoaderConfiguration
+from drivetrain.data.loader import DataLoaderDispatcher
+from drivetrain.data.preparing import prepare_loader
+from drivetrain.data.skipping import skip_first_batches
 from drivetrain.errors import DrivetrainError
 
 TIMEOUT = 15.0

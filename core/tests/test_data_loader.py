@@ -18,7 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from drivetrain.data import DataLoaderConfiguration, prepare_loader
+from drivetrain.data.configuration import DataLoaderConfiguration
+from drivetrain.data.preparing import prepare_loader
 
 
 def prepare(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
 
-from drivetrain.data import DataLoaderConfiguration, prepare_loader
+from drivetrain.data.configuration import DataLoaderConfiguration
+from drivetrain.data.preparing import prepare_loader
 from drivetrain.data.randomness import Isolation, derive_seed
 
 

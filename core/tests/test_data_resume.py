@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain.data import DataLoaderConfiguration, prepare_loader, skip_first_batches
+from drivetrain.data.configuration import DataLoaderConfiguration
+from drivetrain.data.preparing import prepare_loader
+from drivetrain.data.skipping import skip_first_batches
 
 
 def prepare(loader: Any, rank: int = 0, ranks: int = 1, *, base_seed: int = 7, gate: Any = None, **options: Any) -> Any:

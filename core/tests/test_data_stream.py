@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from drivetrain.data import DataLoaderConfiguration, prepare_loader
 from drivetrain.data.collated import Collated, CollatedPieces, concatenate, join_rows, leading_rows, take_rows
+from drivetrain.data.configuration import DataLoaderConfiguration
+from drivetrain.data.preparing import prepare_loader
 
 
 class Stream(IterableDataset):

@@ -17,7 +17,9 @@ from torch.utils.data import (
     Sampler,
 )
 
-from drivetrain.data import DataLoaderConfiguration, DataLoaderShard, prepare_loader
+from drivetrain.data.configuration import DataLoaderConfiguration
+from drivetrain.data.loader import DataLoaderShard
+from drivetrain.data.preparing import prepare_loader
 
 
 def prepare(

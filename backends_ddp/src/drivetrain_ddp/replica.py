@@ -55,7 +55,8 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. Gradients of what it returns are averaged over all ranks."""
-        self.never_ran = False
+        if self.never_ran:  # asked first: setting a module's attribute is slow
+            self.never_ran = False
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:

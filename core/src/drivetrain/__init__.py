@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator as Accelerator
     from drivetrain.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from drivetrain.checkpoint import ProjectConfiguration as ProjectConfiguration
-    from drivetrain.data import DataLoaderConfiguration as DataLoaderConfiguration
-    from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
+    from drivetrain.data.skipping import skip_first_batches as skip_first_batches
     from drivetrain.distributed_type import DistributedType as DistributedType
     from drivetrain.handlers import AutocastKwargs as AutocastKwargs
     from drivetrain.handlers import GradScalerKwargs as GradScalerKwargs
@@ -38,7 +38,7 @@ _PUBLIC = {
     "Accelerator": "drivetrain.accelerator",
     "AcceleratorState": "drivetrain.state",
     "AutocastKwargs": "drivetrain.handlers",
-    "DataLoaderConfiguration": "drivetrain.data",
+    "DataLoaderConfiguration": "drivetrain.data.configuration",
     "DistributedType": "drivetrain.distributed_type",
     "GeneralTracker": "drivetrain.tracking",
     "GradScalerKwargs": "drivetrain.handlers",
@@ -53,7 +53,7 @@ _PUBLIC = {
     "get_logger": "drivetrain.logging",
     "notebook_launcher": "drivetrain.launch",
     "set_seed": "drivetrain.seeding",
-    "skip_first_batches": "drivetrain.data",
+    "skip_first_batches": "drivetrain.data.skipping",
     "synchronize_rng_states": "drivetrain.seeding",
 }
 

@@ -17,7 +17,7 @@ from drivetrain.accumulation import Accumulation, GradientAccumulationPlugin
 from drivetrain.arguments import settings_from_code
 from drivetrain.checkpoint.surface import CheckpointMixin
 from drivetrain.collectives import CollectivesMixin
-from drivetrain.data import DataLoaderConfiguration
+from drivetrain.data.configuration import DataLoaderConfiguration
 from drivetrain.data.surface import LoadersMixin
 from drivetrain.gradients import Gradients, as_parameter_list
 from drivetrain.handlers import AutocastKwargs

@@ -116,6 +116,8 @@ class Accumulation:
         self._open: contextlib.AbstractContextManager[Any] | None = None
         self._bottom = Frame()
         self._frames: list[Frame] = [self._bottom]
+        self.frame = self._bottom
+        """The iteration that counts now: of the loader that yielded last."""
         self._groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
         self._blocks: dict[tuple[int, ...], _Group] = {}
         self._batches = 0
@@ -123,14 +125,9 @@ class Accumulation:
         """Models the current block named; empty: all."""
 
     @property
-    def frame(self) -> Frame:
-        """The iteration that counts now: of the loader that yielded last."""
-        return self._frames[-1]
-
-    @property
     def idle(self) -> bool:
         """Whether no prepared loader is being iterated."""
-        return len(self._frames) == 1
+        return self.frame is self._bottom
 
     @property
     def loaders(self) -> list[Any]:
@@ -144,6 +141,7 @@ class Accumulation:
         # A copy that skips batches goes on with the group of the loader it is a copy of.
         frame = Frame(loader, counts_for=getattr(loader, "origin", loader))
         self._frames.append(frame)
+        self.frame = frame
         return frame
 
     def advance(self, frame: Frame, left: int | None) -> None:
@@ -151,9 +149,10 @@ class Accumulation:
         frame.left = left
         self._batches += 1
         frame.batch = self._batches
-        if self._frames[-1] is not frame:  # loaders iterated side by side: the one that yielded last counts
+        if self.frame is not frame:  # loaders iterated side by side: the one that yielded last counts
             self._frames.remove(frame)
             self._frames.append(frame)
+            self.frame = frame
         if self.steps == 1:
             frame.sync, frame.size, frame.rescale = True, 1, 1.0
             return
@@ -168,6 +167,7 @@ class Accumulation:
         if frame not in self._frames:
             return
         self._frames.remove(frame)
+        self.frame = self._frames[-1]
         self._switch(self.frame)
 
     # ------------------------------------------------------------------------------------------------------- blocks

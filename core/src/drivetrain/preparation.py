@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from drivetrain.bundle import Bundle
-from drivetrain.data import prepare_loader
 from drivetrain.errors import DrivetrainError
 from drivetrain.forward import AutocastForward
 from drivetrain.optimizer import AcceleratedOptimizer
@@ -214,6 +213,8 @@ def _wire_schedulers(accelerator: Accelerator, bundle: Bundle) -> None:
 
 
 def _prepare_loader(accelerator: Accelerator, loader: Any, placed: bool) -> Any:
+    from drivetrain.data.preparing import prepare_loader
+
     run = accelerator.run
     made = prepare_loader(
         loader,

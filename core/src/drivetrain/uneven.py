@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from drivetrain.data import DataLoaderShard
+from drivetrain.data.loader import DataLoaderShard
 from drivetrain.errors import DrivetrainError
 from drivetrain.nested import map_tensors
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from drivetrain.data.configuration import DataLoaderConfiguration
-from drivetrain.data.skipping import skip_first_batches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +23,8 @@ class LoadersMixin:
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader that leaves out the first batches of its next pass, and is like ``dataloader`` in all else."""
+        from drivetrain.data.skipping import skip_first_batches
+
         return skip_first_batches(dataloader, num_batches)
 
     def join_uneven_inputs(

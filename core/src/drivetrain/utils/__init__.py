@@ -10,7 +10,7 @@ from typing import Any
 
 _PUBLIC = {
     "AutocastKwargs": "drivetrain.handlers",
-    "DataLoaderConfiguration": "drivetrain.data",
+    "DataLoaderConfiguration": "drivetrain.data.configuration",
     "DistributedType": "drivetrain.distributed_type",
     "GradScalerKwargs": "drivetrain.handlers",
     "GradientAccumulationPlugin": "drivetrain.accumulation",
