@@ -257,6 +257,13 @@ def test_the_summary_names_rank_signal_likely_cause_and_the_others():
     assert "rank 1 of 4 failed first: killed by SIGKILL" in text
     assert "out of memory" in text
     assert "stopped ranks 0, 2, 3" in text
+    assert "ended" not in text
+
+
+def test_the_summary_names_ranks_that_had_left_before():
+    fault = Fault(rank=1, pid=2, time=3.0, exit_code=1)
+    line = "drivetrain launch: ranks 0, 3 had ended before, with exit code 0; if the others waited for them"
+    assert line in summary(fault, size=4, stopped=[2], ended=[0, 3])
 
 
 def test_the_error_for_callers_in_python_survives_pickling():

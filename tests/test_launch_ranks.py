@@ -63,6 +63,21 @@ def test_one_rank_that_exits_ends_a_deaf_one_and_its_children(launcher):
     assert list(launcher.temporary.iterdir()) == []
 
 
+def test_a_rank_that_left_early_is_named_when_the_others_fail(launcher):
+    script = launcher.script("""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            sys.exit()
+        time.sleep(1)  # as long as the launcher needs to see that the other one is gone
+        raise RuntimeError("connection closed by peer")
+    """)
+    done = two(launcher, script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "drivetrain launch: rank 1 had ended before, with exit code 0; if the others waited for it, the cause is there"
+    )
+
+
 def test_only_the_first_traceback_is_shown_at_the_end_with_its_notes(launcher):
     script = launcher.script("""
         import os, pathlib, time
@@ -82,6 +97,23 @@ def test_only_the_first_traceback_is_shown_at_the_end_with_its_notes(launcher):
     assert "ValueError: xyz" in last
     assert "connection closed" not in last
     assert "ChildFailedError" not in done.stderr
+
+
+def test_a_rank_that_failed_first_is_named_though_it_ends_last(launcher):
+    script = launcher.script("""
+        import atexit, os, pathlib, time
+        if os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 600)
+            raise ValueError("xyz")
+        folder = pathlib.Path(os.environ["DRIVETRAIN_RESOLVED"]).parent
+        while not list(folder.glob("fault-*.json")):
+            time.sleep(0.001)
+        raise RuntimeError("connection closed by peer")
+    """)
+    done = two(launcher, script)
+    assert done.returncode == 1
+    assert "drivetrain launch: rank 1 of 2 failed first: exit code 1" in done.stderr
+    assert "ValueError: xyz" in done.stderr
 
 
 def test_a_killed_rank_is_named_with_its_signal(launcher):

@@ -44,6 +44,21 @@ def test_all_members_have_one_version_and_pin_each_other_to_it() -> None:
     assert re.search(rf"^## {re.escape(current)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_every_extra_that_brings_a_member_says_which_role_its_plugins_have() -> None:
+    metadata = project(ROOT)["project"]
+    brought = {
+        extra: name
+        for extra, requirements in metadata["optional-dependencies"].items()
+        for name in (Requirement(text).name for text in requirements)
+        if name.startswith("drivetrain-")
+    }
+    roles = metadata["entry-points"]["drivetrain.extras"]
+    assert set(roles) == set(brought)
+    members = {project(member)["project"]["name"]: project(member)["project"] for member in MEMBERS}
+    for extra, role in roles.items():
+        assert members[brought[extra]]["entry-points"][f"drivetrain.{role}s"]
+
+
 def test_every_member_is_installed_by_make_and_has_a_readme() -> None:
     listed = re.search(r"^MEMBERS := (.+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert sorted(listed) == [member.name for member in MEMBERS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,9 +76,38 @@ class FakeSite:
 
 
 @pytest.fixture
+def fresh_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No run from the test before, none left for the next one, and no settings from outside."""
+    from drivetrain import state
+
+    for name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DRIVETRAIN_HOME", str(tmp_path / "home"))
+    state.reset()
+    yield
+    state.reset()
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what is slow, and seen only when the power fails."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
 def notes_of() -> Callable[[BaseException], list[str]]:
     """Reads the notes of an exception; on Python 3.10 they are the later lines of its message."""
     return lambda error: getattr(error, "__notes__", None) or str(error).splitlines()[1:]
+
+
+@pytest.fixture
+def open_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSite]:
+    """A site beside everything that is really installed here."""
+    directory = tmp_path / "site"
+    directory.mkdir()
+    monkeypatch.syspath_prepend(str(directory))
+    yield FakeSite(directory)
+    _forget(directory, monkeypatch)
 
 
 @pytest.fixture
@@ -93,15 +123,21 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSite]:
     site.install(
         "drivetrain",
         version="0.1.0",
-        extras=["alpha", "beta", "dev"],
+        extras=["alpha", "beta", "dev", "narrow"],
         requires=[
             "attrs",
             'drivetrain-alpha==0.1.0; extra == "alpha"',
             'drivetrain-beta==0.1.0; extra == "beta"',
+            'drivetrain-narrow==0.1.0; extra == "narrow"',
             'pytest; extra == "dev"',
         ],
+        entry_points={"drivetrain.extras": {"alpha": "backend", "beta": "backend", "narrow": "precision"}},
     )
     yield site
+    _forget(directory, monkeypatch)
+
+
+def _forget(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(directory)):
             del sys.modules[name]

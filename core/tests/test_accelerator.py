@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,46 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import drivetrain
+from core.tests.scalar import Scalar, numbers
 from drivetrain import (
     Accelerator,
-    DataLoaderConfiguration,
     GradientAccumulationPlugin,
-    GradientState,
-    GradScalerKwargs,
-    PartialState,
     state,
 )
-from drivetrain.errors import DrivetrainError, StateConflictError
-from drivetrain.plugin import Policy
+from drivetrain.errors import DrivetrainError
+
+pytestmark = pytest.mark.usefixtures("fresh_run")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("DRIVETRAIN_HOME", "/nonexistent")
-    state.reset()
-    yield
-    state.reset()
-
-
-class Scalar(nn.Module):
-    """loss = w * x, so that the gradient is x."""
-
-    def __init__(self, w: float = 1.0) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor([w]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.w * x).mean()
-
-
-def numbers(n: int, batch: int = 1) -> DataLoader:
-    return DataLoader(TensorDataset(torch.arange(1.0, n + 1)), batch_size=batch)
-
-
-# ---------------------------------------------------------------------------------------------------------- prepare
+# -------------------------------------------------------------------------------------------------------------- prepare
 
 
 def test_prepare_keeps_order_and_passes_other_objects_through() -> None:
@@ -97,7 +66,7 @@ def test_device_placement_needs_one_entry_for_each_object() -> None:
         Accelerator(cpu=True).prepare(nn.Linear(1, 1), numbers(1), device_placement=[True])
 
 
-# ----------------------------------------------------------------------------------------------------- accumulation
+# --------------------------------------------------------------------------------------------------------- accumulation
 
 
 @pytest.mark.parametrize("zero_first", [True, False], ids=["zero_grad first", "zero_grad last"])
@@ -202,7 +171,7 @@ def test_accumulation_of_four_times_eight_equals_one_batch_of_thirty_two(clip: f
     assert small_norms == pytest.approx(large_norms, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------- schedulers
+# ----------------------------------------------------------------------------------------------------------- schedulers
 
 
 def test_a_scheduler_moves_with_real_updates_only() -> None:
@@ -223,99 +192,7 @@ def test_a_scheduler_moves_with_real_updates_only() -> None:
     assert scheduler.base_lrs == [1.0]
 
 
-# -------------------------------------------------------------------------------------------------- mixed precision
-
-
-def test_bf16_computes_low_and_returns_fp32() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    assert accelerator.scaler is None
-    model = accelerator.prepare(nn.Linear(2, 2))
-    inner = []
-    handle = model.register_forward_hook(lambda module, args, output: inner.append(output.dtype))
-    assert model(torch.ones(1, 2)).dtype == torch.float32
-    handle.remove()
-    with accelerator.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-
-
-def test_with_precision_no_forward_is_untouched() -> None:
-    model = Accelerator(cpu=True).prepare(nn.Linear(2, 2))
-    assert "forward" not in vars(model)
-
-
-def test_fp16_on_the_cpu_really_is_fp16_and_scales_the_loss() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
-    model = nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with accelerator.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    assert model.bias.grad.tolist() == [1024.0, 1024.0]
-    norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
-    assert norm.item() == pytest.approx(6**0.5)
-    before = model.bias.detach().clone()
-    optimizer.step()
-    assert not accelerator.optimizer_step_was_skipped
-    torch.testing.assert_close(model.bias, before - 0.1)
-
-
-def test_an_overflow_skips_its_own_optimizer_and_scheduler_only() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    models = [Scalar(), Scalar()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
-    a, b, oa, ob, sa, sb = accelerator.prepare(*models, *optimizers, *schedulers)
-    accelerator.backward(a(torch.tensor([float("inf")])))
-    accelerator.backward(b(torch.tensor([1.0])))
-    for optimizer, scheduler in ((oa, sa), (ob, sb)):
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    assert (oa.step_was_skipped, ob.step_was_skipped) == (True, False)
-    assert (a.w.item(), b.w.item()) == (1.0, 0.0)
-    assert (sa.get_last_lr(), sb.get_last_lr()) == ([1.0], [0.5])
-    accelerator.backward(b(torch.tensor([1.0])))
-    assert accelerator.scaler.get_scale() == 32768.0, "backed off once, for the group"
-
-
-def test_a_gradient_that_was_clipped_and_then_dropped_does_not_block_the_next_group() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    model = Scalar()
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), numbers(3))
-    for (x,) in loader:
-        accelerator.backward(model(x))
-        accelerator.clip_grad_norm_(model.parameters(), 10.0)
-        if x.item() == 2:
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model.w.item() == -3.0
-
-
-def test_a_model_already_in_fp16_is_refused_at_prepare_with_the_cure() -> None:
-    with pytest.raises(DrivetrainError, match=r"weight.*fp32"):
-        Accelerator(cpu=True, mixed_precision="fp16").prepare(nn.Linear(2, 2).half())
-
-
-def test_a_closure_with_loss_scaling_is_refused() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    model = Scalar()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    accelerator.backward(model(torch.ones(1)))
-    with pytest.raises(DrivetrainError, match="closure"):
-        optimizer.step(lambda: 0.0)
-
-
-def test_an_ema_copy_of_a_prepared_model_has_its_own_weights() -> None:
-    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(Scalar(1.0))
-    ema = copy.deepcopy(model)
-    with torch.no_grad():
-        model.w.fill_(5.0)
-    assert ema(torch.ones(1)).item() == 1.0
-
-
-# ---------------------------------------------------------------------------------------------------------- wrappers
+# ------------------------------------------------------------------------------------------------------------- wrappers
 
 
 def test_optimizer_hooks_state_and_attributes_are_the_inner_ones() -> None:
@@ -351,82 +228,6 @@ def test_compiled_parts_do_not_show_in_parameter_names() -> None:
     made = accelerator.prepare(model)
     assert accelerator.unwrap_model(made) is made
     accelerator.unwrap_model(made, keep_torch_compile=False)
-
-
-# ------------------------------------------------------------------------------------------------------------- state
-
-
-def test_a_second_accelerator_shares_the_run_and_keeps_its_own_count() -> None:
-    first = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    second = Accelerator()
-    assert second.run is first.run
-    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (4, 1)
-    assert GradientState().num_steps == 1
-
-
-def test_a_conflicting_second_accelerator_names_both_values() -> None:
-    Accelerator(cpu=True, mixed_precision="bf16")
-    with pytest.raises(StateConflictError, match=r"bf16.*fp16"):
-        Accelerator(mixed_precision="fp16")
-
-
-def test_nothing_is_written_to_the_environment() -> None:
-    before = dict(os.environ)
-    Accelerator(cpu=True, mixed_precision="bf16")
-    state.reset()
-    assert Accelerator().mixed_precision == "no"
-    assert dict(os.environ) == before
-
-
-def test_an_unclaimed_keyword_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="magic_plugin"):
-        Accelerator(cpu=True, magic_plugin=1)
-
-
-def test_partial_state_answers_without_an_accelerator() -> None:
-    one = PartialState(cpu=True)
-    assert (one.num_processes, one.process_index, one.is_main_process, one.device.type) == (1, 0, True, "cpu")
-    assert one.on_main_process(lambda: 3)() == 3
-    assert one.on_process(lambda: 3, process_index=1)() is None
-
-
-def test_gradient_state_follows_the_loader() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = accelerator.prepare(numbers(3))
-    view = GradientState()
-    ends = [(view.end_of_dataloader, view.sync_gradients, view.in_dataloader) for _ in loader]
-    assert ends == [(False, False, True), (False, True, True), (True, True, True)]
-    assert not view.in_dataloader
-
-
-def test_public_names_are_all_there() -> None:
-    for name in drivetrain.__all__:
-        assert getattr(drivetrain, name) is not None
-    with pytest.raises(AttributeError, match="no_such_name"):
-        drivetrain.no_such_name
-
-
-def test_deepcopy_of_an_accelerator_is_itself() -> None:
-    accelerator = Accelerator(cpu=True)
-    assert copy.deepcopy(accelerator) is accelerator
-
-
-def test_non_blocking_copies_are_asked_for_where_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    to = torch.Tensor.to
-
-    def watched(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
-        asked.append(options.get("non_blocking") is True)
-        return to(tensor, *args, **options)
-
-    monkeypatch.setattr(torch.Tensor, "to", watched)
-    for wanted in (True, False):
-        state.reset()
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=wanted))
-        loader = accelerator.prepare(numbers(1))
-        asked.clear()
-        next(iter(loader))
-        assert asked == [wanted]
 
 
 # ----------------------------------------------------------------------------------------------------- loops gone wrong
@@ -466,22 +267,3 @@ def test_a_loader_whose_batches_were_all_dropped_is_mentioned(caplog: pytest.Log
         preparation._warn_of_nothing([1], [1])
         preparation._warn_of_nothing(iter([1]), iter([]))
     assert [record.getMessage()[:35] for record in caplog.records] == ["a prepared loader has no batches: d"]
-
-
-def test_a_fixed_loss_scale_stays_after_an_overflow_that_is_still_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(compute="float16", loss_scale=128.0)
-    monkeypatch.setattr("drivetrain.builtin.Fp16.policy", property(lambda self: policy))
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    model = Scalar()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    skipped = []
-    for x in (1.0, float("inf"), 1.0):
-        accelerator.backward(model(torch.tensor([x])))
-        optimizer.step()
-        optimizer.zero_grad()
-        skipped.append(optimizer.step_was_skipped)
-        assert accelerator.scaler.get_scale() == 128.0
-    accelerator.gradients.update_scale()
-    assert accelerator.scaler.get_scale() == 128.0
-    assert skipped == [False, True, False]
-    assert model.w.item() == -1.0

@@ -126,7 +126,7 @@ def test_first_role_of_a_hook_wins_whatever_the_order_of_registration():
         hooks = hooks_with(*plugins)
         assert hooks.place(run=0, batch=0, non_blocking=False) == "backend"
         assert hooks.bind("place")(0, 0, False) == "backend"
-        assert hooks.autocast(run=0) == "precision"
+        assert hooks.autocast(run=0, model=None) == "precision"
         assert str(hooks.owner("place")) == "backend 'mine' (backend-dist 1.2)"
     assert hooks_with(OnDevice()).place(run=0, batch=0, non_blocking=False) == "device"
 

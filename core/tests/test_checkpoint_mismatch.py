@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from core.tests.checkpoints import filled, simple, value
 from drivetrain import Accelerator, state
 from drivetrain.errors import CheckpointError
 
-
-@pytest.fixture(autouse=True)
-def _fresh_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("DRIVETRAIN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    state.reset()
-    yield
-    state.reset()
-
-
-def simple(*models: nn.Module, optimizer: Callable[..., Any] | None = None) -> Accelerator:
-    state.reset()
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(*models)
-    if optimizer is not None:
-        accelerator.prepare(optimizer([p for model in models for p in model.parameters()]))
-    return accelerator
-
-
-def filled(value: float, *sizes: int) -> nn.Linear:
-    model = nn.Linear(*(sizes or (2, 2)))
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
-
-
-def value(model: nn.Module) -> float:
-    return float(next(model.parameters()).detach().flatten()[0])
+pytestmark = pytest.mark.usefixtures("fresh_run", "no_fsync")
 
 
 class Meter:

@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from drivetrain import Accelerator, state
+from drivetrain import Accelerator
 from drivetrain.checkpoint.model_files import open_weights, parse_size, untie, write_model_files
+from drivetrain.checkpoint.objects import load, save
 from drivetrain.errors import CheckpointError
 
-
-@pytest.fixture(autouse=True)
-def _fresh_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("DRIVETRAIN_HOME", str(tmp_path / "home"))
-    state.reset()
-    yield
-    state.reset()
+pytestmark = pytest.mark.usefixtures("fresh_run")
 
 
 @pytest.fixture
@@ -240,3 +233,27 @@ def test_a_save_that_fails_leaves_the_old_file(accelerator: Accelerator, tmp_pat
         accelerator.save({"a": 1}, tmp_path / "state.safetensors")
     assert names(tmp_path) == ["state.pt"]
     assert torch.load(tmp_path / "state.pt", weights_only=True) == {"a": 1}
+
+
+# ------------------------------------------------------------------------------------------- without an Accelerator
+
+
+@pytest.mark.parametrize("name", ["o.pt", "o.safetensors"])
+def test_objects_are_saved_and_loaded_without_an_accelerator(tmp_path: Path, name: str) -> None:
+    data = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+    save(data, tmp_path / name)
+    assert equal(load(tmp_path / name), data)
+    assert names(tmp_path) == [name]
+
+
+def test_safetensors_may_be_asked_for_by_argument(tmp_path: Path) -> None:
+    save({"a": torch.ones(1)}, tmp_path / "odd.ending", safe_serialization=True)
+    assert equal(safetensors.torch.load_file(tmp_path / "odd.ending"), {"a": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="only a dict of tensors"):
+        save([torch.ones(1)], tmp_path / "list.safetensors")
+
+
+def test_loading_an_object_runs_no_code(tmp_path: Path) -> None:
+    torch.save(os.getpid, tmp_path / "code.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load(tmp_path / "code.pt")

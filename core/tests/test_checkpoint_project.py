@@ -4,51 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
-from torch import nn
 
-from drivetrain import Accelerator, ProjectConfiguration, state
-from drivetrain.checkpoint import files
-from drivetrain.checkpoint.layout import Manifest
+from core.tests.checkpoints import check, fill, make
+from drivetrain import ProjectConfiguration, state
 from drivetrain.errors import CheckpointError
 
-
-@pytest.fixture(autouse=True)
-def _fresh_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("DRIVETRAIN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and seen only when the power fails
-    state.reset()
-    yield
-    state.reset()
-
-
-def make(**options: Any) -> tuple[Accelerator, nn.Linear]:
-    accelerator = Accelerator(cpu=True, **options)
-    model = nn.Linear(3, 2)
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
-    return accelerator, model
-
-
-def fill(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-
-
-def check(directory: Path) -> float:
-    """Make sure that a checkpoint is whole, file by file; returns what its weights are filled with."""
-    manifest = Manifest.read(directory)
-    for name, record in manifest.files.items():
-        assert files.checksum(directory / name) == record, name
-    return float(safetensors.torch.load_file(directory / "models/0/model.safetensors")["weight"][0, 0])
+pytestmark = pytest.mark.usefixtures("fresh_run", "no_fsync")
 
 
 def numbers(directory: Path) -> list[int]:

@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, GradScalerKwargs, set_seed, state
 
-
-@pytest.fixture(autouse=True)
-def _fresh_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("DRIVETRAIN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    state.reset()
-    yield
-    state.reset()
+pytestmark = pytest.mark.usefixtures("fresh_run", "no_fsync")
 
 
 # -------------------------------------------------------------------------------------------------- an unbroken run

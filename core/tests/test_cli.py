@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from drivetrain.builtin import Single
 from drivetrain.cli import main
 from drivetrain.cli.options import command_line, option, setting_option
 from drivetrain.config import resolve
@@ -42,7 +44,7 @@ def test_help_and_version_are_there() -> None:
     assert invoke("--version").output.startswith("drivetrain ")
 
 
-@pytest.mark.parametrize("command", ["config", "plugins", "doctor", "env"])
+@pytest.mark.parametrize("command", ["config", "plugins", "doctor", "new-plugin", "env"])
 def test_every_listed_command_exists_and_has_help(command: str) -> None:
     assert invoke(command, "--help").exit_code == 0
 
@@ -145,6 +147,29 @@ def test_show_tells_value_and_origin_of_every_setting(home: Path) -> None:
     assert (rows["device"]["value"], rows["device"]["origin"]) == ("auto", "default")
     table = invoke("config", "show", "--set", "mixed_precision=bf16").stdout
     assert f"command line; {file}:1 said no" in table
+
+
+def test_show_reports_plugins_and_sections_that_do_not_fit_below_the_values(home: Path) -> None:
+    file = home / "c.yaml"
+    file.write_text("backend: snigle\nmixed_precision: bf61\ndevice: abacus\nsingle: {speed: 3}\n")
+    result = invoke("config", "show", "--config_file", str(file))
+    assert result.exit_code == 2
+    for key, value, line in (("backend", "snigle", 1), ("mixed_precision", "bf61", 2), ("single.speed", "3", 4)):
+        assert re.search(rf"{key} +{value} +{re.escape(str(file))}:{line}", result.stdout)
+    first, second, third, fourth = result.stderr.splitlines()
+    assert first.startswith(f"Error: {file}:1:10: no backend 'snigle'; did you mean 'single'?")
+    assert second.startswith(f"Error: {file}:3:9: no device 'abacus'")
+    assert third.startswith(f"Error: {file}:2:18: no precision 'bf61'; did you mean 'bf16'?")
+    assert fourth == f"Error: {file}:4:10: single.speed: unknown key; known: none, it has no settings"
+
+
+def test_show_has_the_problems_in_json_too(home: Path) -> None:
+    result = invoke("config", "show", "--json", "--set", "backend=snigle")
+    assert result.exit_code == 2
+    assert settings(result)["backend"]["value"] == "snigle"
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert problem.startswith("command line: no backend 'snigle'")
+    assert json.loads(invoke("config", "show", "--json").stdout)["problems"] == []
 
 
 @pytest.mark.parametrize("flag", ["--config_file", "--config-file", "--config"])
@@ -265,6 +290,8 @@ def test_plugins_lists_what_core_itself_offers() -> None:
     rows = json.loads(invoke("plugins", "--json").stdout)
     found = {(row["role"], row["name"]) for row in rows}
     assert {("backend", "single"), ("device", "cpu"), ("precision", "bf16")} <= found
+    (described,) = (row["description"] for row in rows if row["name"] == "single")
+    assert described == next(iter((Single.__doc__ or "").splitlines()))
     verbose = json.loads(invoke("plugins", "--json", "--verbose").stdout)
     assert all(row["description"] for row in verbose if row["distribution"] == "drivetrain")
 

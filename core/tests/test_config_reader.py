@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.config.reader import read_file
-from drivetrain.config.values import Value, plain, read_scalar
+from drivetrain.config.reader import parse, read_file
+from drivetrain.config.values import Origin, Value, plain, read_scalar
 from drivetrain.errors import ConfigError
 
 
@@ -129,6 +130,60 @@ def test_an_unreadable_file_is_an_error_with_the_reason(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("builtins.open", deny)
     assert "Permission denied" in refused(path)
+
+
+PIECES = [
+    *(
+        "a",
+        "b",
+        ": ",
+        ":",
+        "- ",
+        "? ",
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        "&x ",
+        "*x",
+        "!t ",
+        "<<",
+        "'",
+        '"',
+        "|",
+        "#",
+        "\n",
+        "  ",
+    ),
+    *("\t", "---", "...", "%YAML 9.9\n", "\\", "\0", "\x85", "\ud800", "\U0001f600", "~", "1e9999", "0x", "="),
+]
+
+
+def outcome(read: Callable[[], Value | None]) -> str:
+    """The text of the error; empty if there were settings, or nothing at all."""
+    try:
+        found = read()
+    except ConfigError as error:
+        return str(error)
+    assert found is None or isinstance(found, Value)
+    return ""
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_whatever_a_file_holds_it_is_settings_or_an_error_with_its_place(text: str) -> None:
+    said = outcome(lambda: parse(text, lambda mark: Origin("file", "c.yaml", mark.line + 1, mark.column + 1)))
+    assert not said or "c.yaml" in said
+
+
+@given(st.binary(max_size=40))
+def test_whatever_bytes_a_file_has_they_are_settings_or_an_error_that_names_it(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "bytes.yaml"
+    path.write_bytes(data)
+    said = outcome(lambda: read_file(str(path)))
+    assert not said or "bytes.yaml" in said
 
 
 @pytest.mark.parametrize(

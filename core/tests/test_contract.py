@@ -57,7 +57,7 @@ def test_hook_and_argument_names_are_plain_snake_case(name):
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_workers_hooks_begin_with_the_run_once_there_is_one(name):
-    before = {"device", "collectives", "init_world"}
+    before = {"device", "compute_dtypes", "collectives", "init_world"}
     if HOOKS[name].where == "launcher":
         assert arguments_of(name) == ["plan"]
     elif name not in before:
@@ -238,6 +238,7 @@ def test_light_parts_import_nothing_heavy(statement):
 def test_importing_the_accelerator_leaves_for_later_what_its_first_call_needs():
     modules = modules_after("from drivetrain import Accelerator")
     assert not modules & {"drivetrain.data.preparing", "drivetrain.checkpoint.writer", "drivetrain.config", "packaging"}
+    assert not modules & {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "tensorboard", "deepspeed"}
 
 
 def test_help_imports_nothing_heavy():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,39 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from drivetrain.data.configuration import DataLoaderConfiguration
-from drivetrain.data.preparing import prepare_loader
-
-
-def prepare(
-    loader: Any, rank: int = 0, ranks: int = 1, *, place: Any = None, gate: Any = None, feeds: int = 1, **options: Any
-) -> Any:
-    return prepare_loader(
-        loader,
-        data_rank=rank,
-        data_size=ranks,
-        feeds=feeds,
-        place=place,
-        configuration=DataLoaderConfiguration(**options),
-        gate=gate,
-        base_seed=7,
-        collectives=None,
-    )
-
-
-def epoch(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
-
-
-def metric(loaders: list[Any]) -> list[int]:
-    """What gathering every batch over all ranks and trimming it gives."""
-    found: list[int] = []
-    for batches in zip(*loaders, strict=True):
-        gathered = torch.cat(batches)
-        for loader, batch in zip(loaders, batches, strict=True):
-            kept = loader.rows.trim(gathered, len(batch))
-        found += kept.tolist()
-    return found
+from core.tests.loaders import epoch, metric, prepare
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

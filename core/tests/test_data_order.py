@@ -11,28 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
 
-from drivetrain.data.configuration import DataLoaderConfiguration
-from drivetrain.data.preparing import prepare_loader
+from core.tests.loaders import prepare, samples
 from drivetrain.data.randomness import Isolation, derive_seed
-
-
-def prepare(
-    loader: Any, rank: int = 0, ranks: int = 1, *, base_seed: int = 7, collectives: Any = None, **options: Any
-) -> Any:
-    return prepare_loader(
-        loader,
-        data_rank=rank,
-        data_size=ranks,
-        place=None,
-        configuration=DataLoaderConfiguration(**options),
-        gate=None,
-        base_seed=base_seed,
-        collectives=collectives,
-    )
-
-
-def epoch(loader: Any) -> list[int]:
-    return [index for batch in loader for index in batch.tolist()]
 
 
 def seed_everything(seed: int) -> None:
@@ -73,7 +53,7 @@ def test_a_sampler_that_draws_from_global_generators_agrees_between_ranks(kind: 
     seen = []
     for rank in range(2):
         seed_everything(rank)  # ranks seeded apart, as without set_seed
-        seen += epoch(prepare(DataLoader(range(12), batch_size=2, sampler=Drawing(kind, lazily)), rank, 2))
+        seen += samples(prepare(DataLoader(range(12), batch_size=2, sampler=Drawing(kind, lazily)), rank, 2))
     assert sorted(seen) == list(range(12))
 
 
@@ -87,8 +67,8 @@ def test_global_generators_are_left_as_they_were(kind: str, lazily: bool) -> Non
     expected = draws() + draws()
     seed_everything(3)
     found = draws()
-    epoch(prepare(DataLoader(range(12), batch_size=2, sampler=Drawing(kind, lazily)), 0, 2))
-    epoch(prepare(DataLoader(range(12), batch_size=2, shuffle=True), 0, 2))
+    samples(prepare(DataLoader(range(12), batch_size=2, sampler=Drawing(kind, lazily)), 0, 2))
+    samples(prepare(DataLoader(range(12), batch_size=2, shuffle=True), 0, 2))
     assert found + draws() == expected
 
 
@@ -96,22 +76,22 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     source = DataLoader(range(24), batch_size=8, shuffle=True)
     loader = prepare(source, base_seed=42)
     loader.set_epoch(1)
-    once = epoch(loader)
+    once = samples(loader)
     loader.set_epoch(1)
-    assert epoch(loader) == once
+    assert samples(loader) == once
     loader.set_epoch(0)
-    assert epoch(loader) != once
+    assert samples(loader) != once
     fresh = prepare(DataLoader(range(24), batch_size=8, shuffle=True), base_seed=42)
     fresh.set_epoch(1)
-    assert epoch(fresh) == once
+    assert samples(fresh) == once
     other = prepare(DataLoader(range(24), batch_size=8, shuffle=True), base_seed=43)
     other.set_epoch(1)
-    assert epoch(other) != once
+    assert samples(other) != once
 
 
 def test_epochs_move_on_by_themselves_and_differ() -> None:
     loader = prepare(DataLoader(range(24), batch_size=8, shuffle=True))
-    orders = [epoch(loader) for _ in range(3)]
+    orders = [samples(loader) for _ in range(3)]
     assert loader.epoch == loader.iteration == 3
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(24)) for order in orders)
@@ -132,9 +112,9 @@ def test_a_loop_that_stops_each_epoch_early_sees_another_order_each_time() -> No
 def test_looking_at_one_batch_does_not_move_the_order() -> None:
     looked = prepare(DataLoader(range(24), batch_size=2, shuffle=True))
     first = next(iter(looked)).tolist()
-    order = epoch(looked)
+    order = samples(looked)
     assert order[:2] == first
-    assert order == epoch(prepare(DataLoader(range(24), batch_size=2, shuffle=True)))
+    assert order == samples(prepare(DataLoader(range(24), batch_size=2, shuffle=True)))
 
 
 @pytest.mark.parametrize("where", ["loader", "sampler"])
@@ -145,24 +125,69 @@ def test_a_generator_the_user_seeded_decides_the_order(where: str) -> None:
             return DataLoader(range(24), batch_size=4, shuffle=True, generator=generator)
         return DataLoader(range(24), batch_size=4, sampler=SubsetRandomSampler(range(24), generator=generator))
 
-    assert epoch(prepare(source(5), base_seed=1)) == epoch(prepare(source(5), base_seed=2))
-    assert epoch(prepare(source(5))) != epoch(prepare(source(6)))
-    assert epoch(prepare(source(5), data_seed=9)) == epoch(prepare(source(6), data_seed=9))
+    assert samples(prepare(source(5), base_seed=1)) == samples(prepare(source(5), base_seed=2))
+    assert samples(prepare(source(5))) != samples(prepare(source(6)))
+    assert samples(prepare(source(5), data_seed=9)) == samples(prepare(source(6), data_seed=9))
+
+
+class FirstRank:
+    """Every rank hears what rank 0 said."""
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        return 100
 
 
 def test_generators_seeded_by_rank_still_give_disjoint_shards() -> None:
-    class FirstRank:
-        """Every rank hears what rank 0 said."""
-
-        def broadcast_object(self, value: Any, source: int) -> Any:
-            return 100
-
     seen = []
     for rank in range(2):
         generator = torch.Generator().manual_seed(100 + rank)
         source = DataLoader(range(24), batch_size=4, shuffle=True, generator=generator)
-        seen += epoch(prepare(source, rank, 2, collectives=FirstRank()))
+        seen += samples(prepare(source, rank, 2, collectives=FirstRank()))
     assert sorted(seen) == list(range(24))
+
+
+class Private(Sampler):
+    """A sampler of the user's that shuffles with a generator of its own, which nobody seeded."""
+
+    def __init__(self, kind: str) -> None:
+        if kind == "torch":
+            self.rng: Any = torch.Generator()
+            self.rng.seed()
+        else:
+            self.rng = {"python": random.Random, "numpy": np.random.default_rng, "old numpy": np.random.RandomState}[
+                kind
+            ]()
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(24, generator=self.rng).tolist())
+        order = list(range(24))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 24
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "old numpy"])
+def test_a_sampler_with_a_generator_of_its_own_agrees_between_ranks_and_runs(kind: str) -> None:
+    def make(rank: int) -> Any:
+        return prepare(DataLoader(range(24), batch_size=4, sampler=Private(kind)), rank, 2, collectives=FirstRank())
+
+    loaders = [make(rank) for rank in range(2)]
+    orders = [samples(loaders[0]) + samples(loaders[1]) for _ in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(24))
+    assert orders[0] != orders[1]
+    resumed = make(0)
+    resumed.load_state_dict({**resumed.state_dict(), "position": 1})
+    assert samples(resumed) == orders[0][4:12]
+
+
+def test_what_shares_a_samplers_generator_does_not_notice() -> None:
+    sampler = Private("python")
+    shared, before = sampler.rng, sampler.rng.getstate()
+    samples(prepare(DataLoader(range(24), batch_size=4, sampler=sampler)))
+    assert shared.getstate() == before
 
 
 def test_loaders_that_share_a_generator_do_not_disturb_each_other() -> None:
@@ -173,7 +198,7 @@ def test_loaders_that_share_a_generator_do_not_disturb_each_other() -> None:
             range(64), batch_size=4, sampler=RandomSampler(range(64), replacement=True, generator=generator)
         )
 
-    alone = epoch(prepare(source()))
+    alone = samples(prepare(source()))
     one, other = prepare(source()), prepare(source())
     together = []
     for batch, _ in zip(one, other, strict=True):
@@ -195,8 +220,8 @@ def test_samplers_and_datasets_are_told_the_epoch() -> None:
             return index
 
     loader = prepare(DataLoader(Told(), batch_size=2))
-    epoch(loader)
-    epoch(loader)
+    samples(loader)
+    samples(loader)
     loader.set_epoch(5)
     assert Told.epochs == [0, 1, 5]
 
@@ -208,7 +233,7 @@ def test_an_epoch_set_on_the_sampler_itself_is_taken_over() -> None:
     loader, other = prepare(source()), prepare(source())
     loader.sampler.set_epoch(3)
     other.set_epoch(3)
-    assert epoch(loader) == epoch(other)
+    assert samples(loader) == samples(other)
     assert loader.epoch == 4
 
 

@@ -10,26 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain.data.configuration import DataLoaderConfiguration
-from drivetrain.data.preparing import prepare_loader
+from core.tests.loaders import epoch, prepare
 from drivetrain.data.skipping import skip_first_batches
-
-
-def prepare(loader: Any, rank: int = 0, ranks: int = 1, *, base_seed: int = 7, gate: Any = None, **options: Any) -> Any:
-    return prepare_loader(
-        loader,
-        data_rank=rank,
-        data_size=ranks,
-        place=None,
-        configuration=DataLoaderConfiguration(**options),
-        gate=gate,
-        base_seed=base_seed,
-        collectives=None,
-    )
-
-
-def epoch(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
 
 
 def source(n: int = 16, workers: int = 0, **options: Any) -> DataLoader:
@@ -109,6 +91,34 @@ def test_a_state_saved_after_leaving_the_loop_early_goes_on_there() -> None:
     fresh.load_state_dict(loader.state_dict())
     whole = prepare(source(shuffle=True))
     assert seen + epoch(fresh) == epoch(whole)
+
+
+def left_after_three() -> Any:
+    loader = prepare(source(shuffle=True))
+    for step, _ in enumerate(loader):
+        if step == 2:
+            break
+    return loader
+
+
+def test_a_process_that_leaves_the_loop_early_can_begin_the_next_epoch_as_one_that_loads_does() -> None:
+    loader = left_after_three()
+    assert loader.left_at == 3
+    loader.set_epoch(loader.epoch + 1)
+    assert loader.left_at is None
+    fresh = prepare(source(shuffle=True))
+    fresh.load_state_dict(loader.state_dict())
+    following = epoch(loader)
+    assert len(following) == len(loader)
+    assert epoch(fresh) == following
+
+
+def test_a_process_that_leaves_the_loop_early_can_finish_the_epoch_as_one_that_loads_does() -> None:
+    loader = left_after_three()
+    fresh = prepare(source(shuffle=True))
+    fresh.load_state_dict(loader.state_dict())
+    assert epoch(skip_first_batches(loader, loader.left_at)) == epoch(fresh)
+    assert epoch(loader) == epoch(fresh)
 
 
 def test_a_resumed_pass_can_be_saved_and_resumed_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import defaultdict, namedtuple
 from collections.abc import Iterator
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from core.tests import loaders
+from core.tests.loaders import epoch, metric
 from drivetrain.data.collated import Collated, CollatedPieces, concatenate, join_rows, leading_rows, take_rows
-from drivetrain.data.configuration import DataLoaderConfiguration
-from drivetrain.data.preparing import prepare_loader
+
+prepare = functools.partial(loaders.prepare, dispatch_batches=False)
+"""Every rank reads."""
 
 
 class Stream(IterableDataset):
@@ -35,31 +39,6 @@ class Stream(IterableDataset):
 class SizedStream(Stream):
     def __len__(self) -> int:
         return self.n
-
-
-def prepare(loader: Any, rank: int = 0, ranks: int = 1, *, gate: Any = None, feeds: int = 1, **options: Any) -> Any:
-    return prepare_loader(
-        loader,
-        data_rank=rank,
-        data_size=ranks,
-        feeds=feeds,
-        place=None,
-        configuration=DataLoaderConfiguration(dispatch_batches=options.pop("dispatch_batches", False), **options),
-        gate=gate,
-        base_seed=7,
-        collectives=None,
-    )
-
-
-def epoch(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
-
-
-def metric(loaders: list[Any]) -> list[int]:
-    found: list[int] = []
-    for batches in zip(*loaders, strict=True):
-        found += loaders[-1].rows.trim(torch.cat(batches), len(batches[-1])).tolist()
-    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

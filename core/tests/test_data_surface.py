@@ -17,40 +17,8 @@ from torch.utils.data import (
     Sampler,
 )
 
-from drivetrain.data.configuration import DataLoaderConfiguration
+from core.tests.loaders import epoch, metric, prepare
 from drivetrain.data.loader import DataLoaderShard
-from drivetrain.data.preparing import prepare_loader
-
-
-def prepare(
-    loader: Any, rank: int = 0, ranks: int = 1, *, place: Any = None, gate: Any = None, feeds: int = 1, **options: Any
-) -> Any:
-    return prepare_loader(
-        loader,
-        data_rank=rank,
-        data_size=ranks,
-        feeds=feeds,
-        place=place,
-        configuration=DataLoaderConfiguration(**options),
-        gate=gate,
-        base_seed=7,
-        collectives=None,
-    )
-
-
-def epoch(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
-
-
-def metric(loaders: list[Any]) -> list[int]:
-    """What gathering every batch over all ranks and trimming it gives."""
-    found: list[int] = []
-    for batches in zip(*loaders, strict=True):
-        gathered = torch.cat(batches)
-        for loader, batch in zip(loaders, batches, strict=True):
-            kept = loader.rows.trim(gathered, len(batch))
-        found += kept.tolist()
-    return found
 
 
 def test_a_prepared_loader_is_a_dataloader_and_is_prepared_once() -> None:

@@ -111,6 +111,36 @@ def test_checks_that_break_their_contract_are_a_row(site, body, detail):
     assert detail in check.detail
 
 
+def install_tracker(site, body: str) -> dict[str, Check]:
+    site.install(
+        "board-dist",
+        entry_points={"drivetrain.trackers": {"board": "fake_tracker:Board"}},
+        modules={"fake_tracker": "from drivetrain.plugin import Check\nfrom drivetrain.tracking import *\n" + body},
+    )
+    return examine("tracker", "board")
+
+
+def test_tracker_without_its_engine_is_no_fault_and_says_how_to_have_it(site):
+    body = "class Board(GeneralTracker):\n    name = 'board'\n    requires = ('board-engine>=2',)\n"
+    assert install_tracker(site, body)["engine"] == Check(
+        "engine", None, "needs board-engine>=2, which is not installed", "to use it: pip install 'board-engine>=2'"
+    )
+
+
+def test_tracker_gives_its_own_rows(site):
+    body = "class Board(GeneralTracker):\n    name = 'board'\n"
+    body += "    @classmethod\n    def checks(cls): return [Check('key', False, 'none', 'log in')]\n"
+    assert install_tracker(site, body) == {
+        "load": Check("load", True),
+        "key": Check("key", False, "none", "log in"),
+    }
+
+
+@pytest.mark.parametrize("body", ["class Board: pass", "class Board(GeneralTracker): pass"])
+def test_class_that_is_no_tracker_is_a_row(site, body):
+    assert install_tracker(site, body)["tracker"].ok is False
+
+
 def test_endless_checks_end(site):
     site.install_backend("alpha", CHECKS + "while True: yield Check('again', True)")
     checks = examine("backend", "alpha")
@@ -139,15 +169,6 @@ def test_examined_plugin_imports_no_torch_and_no_other_plugin(site):
     site.install_backend("other", module="raise SystemExit('imported')")
     site.install_backend("alpha", CHECKS + "import sys; yield Check('torch', 'torch' not in sys.modules)")
     assert examine("backend", "alpha")["torch"].ok is True
-
-
-def test_tracker_is_loaded_only(site):
-    site.install(
-        "log-dist",
-        entry_points={"drivetrain.trackers": {"log": "fake_tracker:Log"}},
-        modules={"fake_tracker": "class Log: pass"},
-    )
-    assert examine("tracker", "log") == {"load": Check("load", True)}
 
 
 # ----------------------------------------------------------------------------------------------------- general findings
@@ -255,3 +276,10 @@ def test_whole_examination_covers_every_installed_plugin(site, monkeypatch):
     assert found["backend 'alpha' (alpha-dist 1.0)", "load"] is True
     assert found["device 'vendor' (vendor-dist 1.0)", "load"] is True
     assert found["backend 'broken' (broken-dist 1.0)", "process"] is False
+
+
+def test_a_plugin_whose_engine_is_not_installed_is_no_fault(site):
+    site.install_precision("alpha", "requires = ('no-such-engine-xyz>=2',)")
+    [check] = examine("precision", "alpha").values()
+    assert (check.name, check.ok) == ("engine", None)
+    assert "needs no-such-engine-xyz>=2, which is not installed; pip install 'no-such-engine-xyz>=2'" in check.detail

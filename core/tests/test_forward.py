@@ -23,7 +23,7 @@ class Net(nn.Module):
         return self.linear(x) * scale
 
 
-def bf16() -> contextlib.AbstractContextManager[None]:
+def bf16(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 

@@ -216,12 +216,11 @@ def test_device_may_ask_more_of_the_engine_of_a_backend(site):
 
 
 def test_create_hands_over_the_config_or_the_defaults(site):
-    site.install_backend(
-        "alpha", module="from drivetrain.plugin import *\nclass Plug(Backend):\n    api = (1, 0)\n    Config = dict\n"
-    )
+    site.install_backend("alpha", "import attrs\n@attrs.frozen\nclass Config: x: int = 0")
     entry = registry.find("backend", "alpha")
-    assert registry.create(entry, {"x": 1}).config == {"x": 1}
-    assert registry.create(entry).config == {}
+    given = registry.load(entry).Config(x=1)
+    assert registry.create(entry, given).config is given
+    assert registry.create(entry).config.x == 0
 
 
 def test_failing_init_is_named_and_chained(site):

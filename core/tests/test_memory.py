@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from drivetrain import Accelerator
 from drivetrain.errors import DrivetrainError
 from drivetrain.memory import find_executable_batch_size, looks_out_of_memory, release_memory
 
@@ -121,3 +125,14 @@ def test_release_memory_gives_a_none_for_each_object():
     one, other = release_memory(one, other)
     assert (one, other) == (None, None)
     assert [ref() for ref in refs] == [None, None]
+
+
+def test_plugins_are_told_what_is_let_go(open_site: Any, fresh_run: None) -> None:
+    open_site.install_backend("keeper", "told = []\n@hookimpl\ndef release(self, models): self.told.append(models)")
+    accelerator = Accelerator(cpu=True, backend="keeper")
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.free_memory()
+    accelerator.free_memory()
+    told = sys.modules["fake_backend_keeper"].Plug.told
+    assert told == [[model], []]
+    assert accelerator.prepare(model) is model

@@ -84,7 +84,7 @@ def test_misspelt_group_is_reported_with_the_right_one(site):
 
 
 def test_extras_are_those_of_core(site):
-    assert registry.extras() == {"alpha", "beta", "dev"}
+    assert registry.extras() == {"alpha", "beta", "dev", "narrow"}
 
 
 def test_nothing_of_the_registry_imports_torch():
@@ -121,6 +121,21 @@ def test_misspelt_name_of_ours_comes_with_the_command_too(site):
 def test_name_unlike_any_lists_what_could_be_installed(site):
     with pytest.raises(PluginNotFoundError, match=r"Installed: none\. To be had by .*: alpha, beta$"):
         registry.find("backend", "zzz")
+    with pytest.raises(PluginNotFoundError, match=r"Installed: none\. To be had by .*: narrow$"):
+        registry.find("precision", "zzz")
+    with pytest.raises(PluginNotFoundError, match=r"no device 'zzz'\. Installed: none$"):
+        registry.find("device", "zzz")
+
+
+@pytest.mark.parametrize("name", ["narrow", "dev"])
+def test_extra_without_a_plugin_of_the_role_is_no_way_to_have_one(site, name):
+    with pytest.raises(PluginNotFoundError, match=rf"^no backend '{name}'"):
+        registry.find("backend", name)
+
+
+def test_roles_of_extras_are_read_from_cores_own_metadata_alone(site):
+    site.install("stranger", entry_points={"drivetrain.extras": {"dev": "backend"}})
+    assert discovery.extra_roles() == {"alpha": "backend", "beta": "backend", "narrow": "precision"}
 
 
 def test_name_of_another_role_is_recognised(site):

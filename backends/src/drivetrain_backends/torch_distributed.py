@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.plugin import Backend, Check, hookimpl
 
@@ -20,7 +20,7 @@ __all__ = ["TorchDistributedBackend"]
 class TorchDistributedBackend(Backend):
     """A process group and its collectives. What is done with the model is up to the subclass."""
 
-    requires = ("torch>=2.9",)
+    requires: ClassVar[tuple[str, ...]] = ("torch>=2.9",)
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from drivetrain.checkpoint.surface import CheckpointMixin
 from drivetrain.collectives import CollectivesMixin
 from drivetrain.data.configuration import DataLoaderConfiguration
 from drivetrain.data.surface import LoadersMixin
+from drivetrain.forward import autocast
 from drivetrain.gradients import Gradients, as_parameter_list
 from drivetrain.handlers import AutocastKwargs
 from drivetrain.memory import release_memory
@@ -69,7 +69,8 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
         project_config: The same, with more choices.
         log_with: Trackers that ``log`` hands metrics to: a name, an object, a list of them, or ``"all"``.
         config_file: YAML to read instead of the default one.
-        **plugins: Keywords that installed plugins claim, such as ``fsdp_plugin``.
+        **plugins: Keywords that installed plugins claim, such as ``fsdp_plugin``; and ``dynamo_backend`` or
+            ``dynamo_plugin``, a compiler's name or a ``TorchDynamoPlugin``.
 
     Raises:
         ConfigError: A setting is unknown or impossible.
@@ -313,27 +314,17 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
             if self.sync_gradients:
                 self.gradients.finish(one)
 
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Context in which operations run in the precision's compute dtype, for code that is no model's forward.
 
         Args:
             autocast_handler: Replaces the one given to the Accelerator.
         """
-        handler = autocast_handler or self._autocast_handler
-        if handler is not None and not handler.enabled:
-            yield
-            return
-        with self._autocast(self.run):
-            if handler is None or handler.cache_enabled:
-                yield
-                return
-            was = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)
-            try:
-                yield
-            finally:
-                torch.set_autocast_cache_enabled(was)
+        return autocast(lambda: self._autocast(self.run, None), autocast_handler or self._autocast_handler)
+
+    def autocast_of(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the forward of a prepared model runs."""
+        return autocast(lambda: self._autocast(self.run, model), self._autocast_handler)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -358,7 +349,8 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
 
         Args:
             model: Prepared or not.
-            keep_fp32_wrapper: Keep the autocast around its forward; False gives it its own forward back.
+            keep_fp32_wrapper: Keep the autocast around its forward; False gives it its own forward back, and ordinary
+                modules in place of those that the precision put into it, with the same parameters.
             keep_torch_compile: Keep it compiled.
         """
         return unwrap(self.run, model, keep_fp32_wrapper, keep_torch_compile)

@@ -7,9 +7,13 @@ from typing import Any
 
 from drivetrain import registry
 from drivetrain.accumulation import GradientAccumulationPlugin
+from drivetrain.handlers import TorchDynamoPlugin
 from drivetrain.plugin import KwargsHandler
 
 __all__ = ["settings_from_code"]
+
+_COMPILING = ("dynamo_backend", "dynamo_plugin")
+"""Keywords that core claims itself: the name of a compiler, or all of its settings."""
 
 
 def settings_from_code(
@@ -44,6 +48,10 @@ def settings_from_code(
 def _claimed(keywords: Mapping[str, Any]) -> list[Any]:
     found = []
     for keyword, value in keywords.items():
+        if keyword in _COMPILING:
+            if value is not None:
+                found.append(value if isinstance(value, TorchDynamoPlugin) else TorchDynamoPlugin(backend=value))
+            continue
         entry = registry.keyword(keyword)
         if entry is None:
             raise TypeError(f"Accelerator() got an unexpected keyword {keyword!r}, which no installed plugin claims")

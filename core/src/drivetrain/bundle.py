@@ -34,6 +34,8 @@ class Bundle:
     """Every set of names, over all models, that one tied parameter had."""
     taken_over: frozenset[int] = frozenset()
     """Models that the user's own code saves or loads; the hooks of state leave them out."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches in a group, of the Accelerator that prepares."""
     shared_storage: bool = True
     """Whether all processes see the same files. If not, the first process of each machine writes what is common."""
 

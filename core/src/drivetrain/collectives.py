@@ -7,6 +7,7 @@ error on all of them and not a hang. That costs one exchange of eight bytes; ``c
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,25 +34,40 @@ __all__ = [
 
 def _describe(data: Any) -> list[str]:
     """What must agree between ranks: for each leaf its shape and dtype, or its type. None stands for no data."""
+    return _each(data, lambda tensor: f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def _describe_dimensions(data: Any) -> list[str]:
+    """The same where shapes may differ, but not in the number of dimensions."""
+    return _each(data, lambda tensor: f"{tensor.ndim}-d")
+
+
+def _each(data: Any, describe: Callable[[Tensor], str]) -> list[str]:
+    """A text for each leaf, with its keys: ranks may have filled a mapping in different orders."""
     if data is None:
         return []
+    if isinstance(data, Mapping):
+        return [f"{key}: {text}" for key, value in data.items() for text in _each(value, describe) or ["None"]]
     return [
-        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
-        if isinstance(leaf, Tensor)
-        else type(leaf).__name__
-        for leaf in leaves(data, _is_plain_list)
+        describe(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves(data, _is_plain_list)
     ]
 
 
-def check(run: Run, what: str, data: Any, *, shapes: bool = True) -> None:
+def check(run: Run, what: str, data: Any, describe: Callable[[Any], list[str]] = _describe) -> None:
     """Make sure that all ranks are about to do the same.
+
+    Args:
+        run: The run.
+        what: The collective, with all that must be the same in its arguments.
+        data: What this rank brings.
+        describe: What must agree of the data, a text for each leaf.
 
     Raises:
         CollectiveMismatchError: On every rank, naming what each has.
     """
     if run.world.size == 1 or not run.config.check_collectives:
         return
-    described = _describe(data) if shapes else [str(len(leaves(data, _is_plain_list)))]
+    described = describe(data)
     digest = hashlib.blake2b("\n".join([what, *described]).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], dtype=torch.int64, device=run.world.device)
     everyone = run.hooks.all_gather(run=run, tensor=mine, group=None)
@@ -59,17 +75,15 @@ def check(run: Run, what: str, data: Any, *, shapes: bool = True) -> None:
         return
     rows = run.hooks.all_gather_object(run=run, value=(what, described), group=None)
     listing = "\n".join(
-        f"  rank {rank}: {name}{' of ' if parts else ''}{', '.join(parts)}"
-        for rank, (name, parts) in enumerate(rows)
-        for rank, (name, parts) in enumerate(rows)
+        f"  rank {rank}: {name}{' of ' if parts else ''}{', '.join(parts)}" for rank, (name, parts) in enumerate(rows)
     )
     if len({name for name, _ in rows}) > 1:
         raise CollectiveMismatchError(
             f"ranks came to different collectives; every rank must make the same calls in the same order:\n{listing}"
         )
+    needs = "shapes and dtypes (pad_across_processes makes shapes equal)" if describe is _describe else "dimensions"
     raise CollectiveMismatchError(
-        f"ranks came to {what} with different data; all need the same structure, shapes and dtypes "
-        f"(pad_across_processes makes shapes equal):\n{listing}"
+        f"ranks came to {what} with different data; all need the same structure, {needs}:\n{listing}"
     )
 
 
@@ -174,7 +188,7 @@ def pad_across_processes(run: Run, data: Any, dim: int = 0, pad_index: float = 0
     """
     if run.world.size == 1:
         return data
-    check(run, "pad_across_processes", data, shapes=False)
+    check(run, "pad_across_processes", data, _describe_dimensions)
 
     def pad(tensor: Tensor) -> Tensor:
         if not -tensor.ndim <= dim < tensor.ndim:

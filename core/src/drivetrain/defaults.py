@@ -7,13 +7,14 @@ plugin's implementation and core's default can't both run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain import device_module
 from drivetrain.errors import DrivetrainError
 from drivetrain.nested import send_to_device
 from drivetrain.world import Run, Topology, World
@@ -61,10 +62,21 @@ def device(topology: Topology) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
+def compute_dtypes(device: torch.device) -> Collection[str] | None:
+    return device_module.compute_dtypes(device)
+
+
 def collectives(device_type: str) -> str:
     import torch.distributed as dist
 
-    return dist.get_default_backend_for_device(device_type)
+    try:
+        return dist.get_default_backend_for_device(device_type)
+    except ValueError as error:
+        raise DrivetrainError(
+            f"torch knows no communication library for {device_type}. Its vendor registers one "
+            f"(torch.distributed.Backend.register_backend), or the device plugin names one (hook collectives); until "
+            f"then name one yourself: collectives: ..."
+        ) from error
 
 
 def init_world(config: RunConfig, topology: Topology, device: torch.device, collectives: str | None) -> World:
@@ -124,6 +136,10 @@ def after_prepare(run: Run, bundle: Bundle) -> None:
     return None
 
 
+def release(run: Run, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    return None
+
+
 # ----------------------------------------------------------------------------------------------------------------- hot
 
 
@@ -138,7 +154,7 @@ def place(run: Run, batch: Any, non_blocking: bool) -> Any:
     return send_to_device(batch, device, non_blocking)
 
 
-def autocast(run: Run) -> contextlib.AbstractContextManager[Any]:
+def autocast(run: Run, model: nn.Module | None) -> contextlib.AbstractContextManager[Any]:
     dtype = run.policy.compute_dtype
     if dtype is None:
         return contextlib.nullcontext()
@@ -234,6 +250,10 @@ def barrier(run: Run, group: Any) -> None:
     return None
 
 
+def reduce_ops(run: Run) -> Collection[str] | None:
+    return None
+
+
 # --------------------------------------------------------------------------------------------------------------- state
 
 
@@ -265,20 +285,24 @@ def load_optimizer_state(run: Run, optimizer: Optimizer, models: Sequence[nn.Mod
     optimizer.load_state_dict(dict(state))
 
 
+def precision_state(run: Run, models: Sequence[nn.Module]) -> dict[str, Any]:
+    return {}
+
+
+def load_precision_state(run: Run, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+    return None
+
+
 def unwrap(run: Run, model: nn.Module) -> nn.Module:
     return model
 
 
-def _device_module(run: Run) -> Any:
-    """Torch's module of the run's device type; None where torch has none, or one without a life of its own."""
-    try:
-        return torch.get_device_module(run.world.device)
-    except (RuntimeError, AttributeError):
-        return None
+def restore_model(run: Run, model: nn.Module) -> nn.Module:
+    return model
 
 
 def rng_state(run: Run) -> dict[str, Any]:
-    read = getattr(_device_module(run), "get_rng_state", None)
+    read = getattr(device_module.module_of(run.world.device), "get_rng_state", None)
     return (
         {} if read is None else {"generator": read(run.world.device) if run.world.device.index is not None else read()}
     )
@@ -287,7 +311,7 @@ def rng_state(run: Run) -> dict[str, Any]:
 def set_rng_state(run: Run, state: Mapping[str, Any]) -> None:
     if "generator" not in state:
         return
-    write = getattr(_device_module(run), "set_rng_state", None)
+    write = getattr(device_module.module_of(run.world.device), "set_rng_state", None)
     if write is None:
         raise DrivetrainError(
             f"this state holds a random number generator's state, but {run.world.device} has no generator torch can set"
@@ -302,7 +326,7 @@ def set_rng_state(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def seed(run: Run, seed: int) -> None:
-    manual_seed = getattr(_device_module(run), "manual_seed_all", None)
+    manual_seed = getattr(device_module.module_of(run.world.device), "manual_seed_all", None)
     if manual_seed is not None:
         manual_seed(seed)
 
@@ -315,24 +339,17 @@ def _is_accelerator(run: Run) -> bool:
 
 def synchronize(run: Run) -> None:
     if _is_accelerator(run):
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(run.world.device)
 
 
 def empty_cache(run: Run) -> None:
     if _is_accelerator(run):
-        torch.accelerator.empty_cache()
+        device_module.empty_cache(run.world.device)
 
 
 def memory(run: Run) -> dict[str, int]:
     if _is_accelerator(run):
-        device = run.world.device
-        found = {
-            "allocated": torch.accelerator.memory_allocated(device),
-            "reserved": torch.accelerator.memory_reserved(device),
-            "peak": torch.accelerator.max_memory_allocated(device),
-        }
-        total = getattr(torch.accelerator, "get_memory_info", None)
-        return found if total is None else {**found, "total": total(device)[1]}
+        return device_module.memory(run.world.device)
     import psutil
 
     return {"allocated": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
@@ -343,8 +360,8 @@ def make_scaler(run: Run) -> torch.amp.GradScaler:
 
 
 def bf16_supported(run: Run) -> bool:
-    supported = getattr(_device_module(run), "is_bf16_supported", None)
-    return True if supported is None else bool(supported())
+    known = run.hooks.compute_dtypes(device=run.world.device)
+    return known is None or "bfloat16" in known
 
 
 def compile_backend(run: Run) -> str:

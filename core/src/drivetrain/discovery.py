@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CORE",
     "EXPORTS",
+    "EXTRAS",
     "GROUPS",
     "KEYWORDS",
     "TRACKERS",
     "Entry",
     "entries",
     "exports",
+    "extra_roles",
     "extras",
     "keywords",
     "normalized",
@@ -50,11 +52,15 @@ EXPORTS = "drivetrain.exports"
 KEYWORDS = "drivetrain.keywords"
 """Group of keywords that plugins add to ``Accelerator(...)``: keyword = the class its value is an instance of."""
 
+EXTRAS = "drivetrain.extras"
+"""Group in core's own metadata: extra = the role of the plugins that it brings, known before they are installed."""
+
 _ROLES = {
     **{group: role for role, group in GROUPS.items()},
     TRACKERS: "tracker",
     EXPORTS: "export",
     KEYWORDS: "keyword",
+    EXTRAS: "extra",
 }
 
 
@@ -63,10 +69,10 @@ class Entry:
     """One entry point of ours, as the metadata of its distribution states it."""
 
     role: str
-    """``backend``, ``device``, ``precision``, ``tracker``, ``export`` or ``keyword``."""
+    """``backend``, ``device``, ``precision``, ``tracker``, ``export``, ``keyword`` or ``extra``."""
     name: str
     value: str
-    """What it names, ``module:attribute``."""
+    """What it names, ``module:attribute``; of an extra a role."""
     distribution: str
     version: str
     requires: tuple[str, ...] = ()
@@ -110,6 +116,16 @@ def exports() -> Mapping[str, tuple[Entry, ...]]:
 def keywords() -> Mapping[str, tuple[Entry, ...]]:
     """Keywords that installed plugins add to ``Accelerator(...)``."""
     return _catalogue().found["keyword"]
+
+
+def extra_roles() -> Mapping[str, str]:
+    """For those of core's extras that bring plugins: their role."""
+    return {
+        name: entry.value
+        for name, providers in _catalogue().found["extra"].items()
+        for entry in providers
+        if normalized(entry.distribution) == CORE
+    }
 
 
 def problems() -> tuple[str, ...]:

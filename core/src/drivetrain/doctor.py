@@ -183,19 +183,40 @@ def worker(report: str, role: str, name: str = "") -> None:
 
 def _plugin_checks(role: str, name: str) -> Iterator[Check]:
     from drivetrain import registry
+    from drivetrain.errors import EngineError
 
     try:
         plugin = registry.load(registry.find(role, name))
+    except EngineError as error:  # no fault: few people have the engine of every plugin that came along
+        yield Check("engine", None, str(error))
+        return
     except Exception as error:
         yield Check("load", False, str(error), "pip install --upgrade, or uninstall, its distribution")
         return
     if not issubclass(plugin, Plugin):
         yield Check("load", True)
+        yield from _tracker_checks(plugin)
         return
     yield Check("load", True, f"API {plugin.api[0]}.{plugin.api[1]}")
     if issubclass(plugin, Device) and not plugin.generic:
         yield from _guarded("present", lambda: [Check("present", None, "yes" if plugin.present() else "no")])
     yield from _guarded("checks", plugin.checks)
+
+
+def _tracker_checks(tracker: type) -> Iterator[Check]:
+    """Whether a class is a tracker, and its engine there. One that isn't is no fault: few people use all of them."""
+    from drivetrain.requirements import unmet
+    from drivetrain.tracking import GeneralTracker
+
+    if not issubclass(tracker, GeneralTracker) or not isinstance(getattr(tracker, "name", None), str):
+        yield Check("tracker", False, "is no subclass of drivetrain.tracking.GeneralTracker that has a name")
+        return
+    if tracker.requires:
+        missing = unmet(tracker.requires)
+        found = f"{'; '.join(missing)}" if missing else ", ".join(tracker.requires)
+        fix = f"to use it: pip install {' '.join(map(repr, tracker.requires))}" if missing else ""
+        yield Check("engine", None if missing else True, found, fix)
+    yield from _guarded("checks", tracker.checks)
 
 
 def _guarded(name: str, checks: Any) -> Iterator[Check]:

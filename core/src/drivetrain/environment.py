@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["clear_environment", "parse_flag_from_env", "patch_environment", "str_to_bool"]
+__all__ = [
+    "clear_environment",
+    "convert_dict_to_env_variables",
+    "get_int_from_env",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "str_to_bool",
+]
 
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
@@ -37,6 +45,44 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """
     value = os.environ.get(key)
     return default if value is None else bool(str_to_bool(value))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The text of an environment variable; ``default`` if it is not set."""
+    return os.environ.get(key, default)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """The whole number in the first of several environment variables that is set and not below 0.
+
+    Raises:
+        ValueError: One that is asked holds no whole number.
+    """
+    for key in env_keys:
+        text = os.environ.get(key)
+        if text is None:
+            continue
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(f"the environment variable {key} should be a whole number, and is {text!r}") from None
+        if number >= 0:
+            return number
+    return default
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, object]) -> list[str]:
+    """Lines ``KEY=VALUE`` for a file of environment variables.
+
+    Raises:
+        ValueError: A name is empty or has ``=`` in it, or a name or value a line break: such a line means another one.
+    """
+    lines = []
+    for key, value in current_env.items():
+        if not key or "=" in key or any(mark in f"{key}{value}" for mark in "\n\r\0"):
+            raise ValueError(f"{key!r}: {value!r} can't be written as a line KEY=VALUE")
+        lines.append(f"{key}={value}\n")
+    return lines
 
 
 @contextlib.contextmanager

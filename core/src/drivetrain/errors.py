@@ -8,6 +8,7 @@ __all__ = [
     "CollectiveMismatchError",
     "ConfigError",
     "DrivetrainError",
+    "EngineError",
     "LaunchError",
     "PluginError",
     "PluginNotFoundError",
@@ -26,6 +27,10 @@ class ConfigError(DrivetrainError, ValueError):
 
 class PluginError(DrivetrainError):
     """A plugin could not be loaded, or broke the contract; the text names plugin, distribution and cure."""
+
+
+class EngineError(PluginError):
+    """A plugin is sound, but its engine is not installed in a version that fits; the text names the requirement."""
 
 
 class PluginNotFoundError(PluginError, LookupError):

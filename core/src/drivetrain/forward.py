@@ -5,15 +5,41 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from drivetrain.handlers import AutocastKwargs
 from drivetrain.nested import cast_floats
 
-__all__ = ["AutocastForward"]
+__all__ = ["AutocastForward", "autocast"]
+
+
+@contextlib.contextmanager
+def autocast(
+    fresh: Callable[[], contextlib.AbstractContextManager[Any]], handler: AutocastKwargs | None
+) -> Iterator[None]:
+    """The context of the hook ``autocast``, as far as the user's settings allow.
+
+    Args:
+        fresh: Makes the hook's context; not called where it is switched off.
+        handler: The user's settings; None: all as it comes.
+    """
+    if handler is not None and not handler.enabled:
+        yield
+        return
+    with fresh():
+        if handler is None or handler.cache_enabled:
+            yield
+            return
+        was = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(was)
 
 
 class AutocastForward:
@@ -24,14 +50,14 @@ class AutocastForward:
 
     Args:
         model: Its ``forward`` becomes this object.
-        context: Opens a fresh autocast context.
+        context: Opens a fresh autocast context for a model.
         output: Half-precision outputs are cast to it; None leaves them.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
         output: torch.dtype | None,
     ) -> None:
         self.model = model
@@ -42,7 +68,10 @@ class AutocastForward:
 
     @classmethod
     def install(
-        cls, model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]], output: torch.dtype | None
+        cls,
+        model: nn.Module,
+        context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
+        output: torch.dtype | None,
     ) -> None:
         """Put one on a model, unless it has one."""
         if not isinstance(model.__dict__.get("forward"), cls):
@@ -58,7 +87,7 @@ class AutocastForward:
                 model.forward = installed.replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.context():
+        with self.context(self.model):
             if self.replaced is None:
                 outputs = type(self.model).forward(self.model, *args, **kwargs)
             else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.clipping import check_clipping
 from drivetrain.errors import DrivetrainError, add_note
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Gradients:
         """Calls of ``backward`` so far."""
         self._scale_used_at: int | None = None
         self._warned_unfed = run.world.data_size == 1
+        self._mentioned_short_group = run.world.rank != 0
         bind = run.hooks.bind
         self._backward = bind("backward")
         self._takes_options = run.hooks.takes("backward", "options")
@@ -146,12 +148,7 @@ class Gradients:
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         """See ``Accelerator.clip_grad_norm_``; gradients are finished."""
-        capabilities = self.run.capabilities
-        if capabilities.clip_norms is not None and float(norm_type) not in capabilities.clip_norms:
-            offered = ", ".join(str(norm) for norm in sorted(capabilities.clip_norms))
-            raise DrivetrainError(
-                f"backend {self.run.names['backend']!r} can't clip by the {norm_type}-norm; it offers: {offered}"
-            )
+        check_clipping(self.run, self.models, parameters, norm_type)
         try:
             norm: Tensor = self._clip_grad_norm(self.run, parameters, max_norm, norm_type)
         except Exception as error:
@@ -173,6 +170,8 @@ class Gradients:
         """Update the parameters of one optimizer at the end of a group; returns whether it did."""
         if closure is None and not optimizer.finished:
             self._check_backward(optimizer)
+        if not self._mentioned_short_group and self.gate.steps > 1:
+            self._mention_short_group()
         try:
             if self.scaler is None:
                 if self.gate.frame.rescale != 1.0:
@@ -190,6 +189,21 @@ class Gradients:
             )
         self._after_step(self.run, optimizer.models, applied)
         return bool(applied)
+
+    def _mention_short_group(self) -> None:
+        frame, steps = self.gate.frame, self.gate.steps
+        size = round(frame.size / frame.rescale)
+        if self.gate.idle or size >= steps:
+            return
+        self._mentioned_short_group = True
+        logger.info(
+            "the loader ended after %d of %d micro-batches of a group; its gradient is the mean over those %d "
+            "(GradientAccumulationPlugin(short_group='fixed') divides by %d)",
+            size,
+            steps,
+            size,
+            steps,
+        )
 
     def _step_scaled(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> bool | None:
         if closure is not None:

@@ -14,7 +14,7 @@ costs. A plugin's own state belongs on the plugin's instance, which lives exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -120,6 +120,17 @@ class HookSpecs:
         :param topology: What the launcher decided.
         """
 
+    @_hook("device", when="once", returns=False)
+    def compute_dtypes(self, device: torch.device) -> Collection[str] | None:
+        """Names of the dtypes below 32 bits that models can be computed in here; None where that is not known.
+
+        A precision that computes in another one is refused before anything is allocated: torch's autocast would warn
+        and go on in full precision.
+        Default: what torch's device module says (``get_amp_supported_dtype``, ``is_bf16_supported``), else None.
+
+        :param device: The answer of the hook ``device``.
+        """
+
     @_hook("backend", "device", when="once")
     def collectives(self, device_type: str) -> str:
         """Name of the communication library for tensors of that device type, as ``init_process_group`` takes it.
@@ -221,6 +232,8 @@ class HookSpecs:
     def wrap_scheduler(self, run: Run, scheduler: Any, optimizers: Sequence[Any]) -> Any:
         """Replace a learning-rate scheduler, for engines with their own. Core's counting wraps the answer.
 
+        An answer whose attribute ``counts`` is ``"updates"`` moves by one for each update, whatever the data size.
+
         Default: the scheduler as it is.
 
         :param optimizers: The prepared optimizers whose updates move it.
@@ -242,6 +255,17 @@ class HookSpecs:
         :param bundle: Everything prepared in this call, and the names of every parameter in it.
         """
 
+    @_hook("backend", "precision", "device", all_called=True)
+    def release(self, run: Run, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Let go of what is kept for prepared objects, so that their memory is free once the user drops them.
+
+        Called by ``accelerator.free_memory()``, on every rank, before core forgets them itself. Others may be prepared
+        afterwards.
+
+        :param models: All prepared ones, as ``wrap_model`` or ``prepare`` returned them.
+        :param optimizers: All prepared ones, as ``wrap_optimizer`` or ``prepare`` returned them.
+        """
+
     # --------------------------------------------------------------------------------------- hot: every micro-batch
 
     @_hook("backend", "device", when="hot")
@@ -255,11 +279,15 @@ class HookSpecs:
         """
 
     @_hook("precision", "device", when="hot")
-    def autocast(self, run: Run) -> AbstractContextManager[Any]:
+    def autocast(self, run: Run, model: nn.Module | None) -> AbstractContextManager[Any]:
         """A fresh context in which operations run in the compute dtype. Entered around the forward of each model.
 
-        Not used where the backend is native in the policy's compute dtype. Default: ``torch.autocast`` with the
-        policy's compute dtype, nothing if it has none.
+        Where the backend is native in the policy's compute dtype, only a precision's own implementation is used, which
+        leaves that dtype to the backend. Default: ``torch.autocast`` with the policy's compute dtype, nothing if it
+        has none.
+
+        :param model: The one whose forward it surrounds, for what depends on ``model.training``; None for
+            ``accelerator.autocast()``, which surrounds no model.
         """
 
     @_hook("backend", when="hot")
@@ -395,6 +423,15 @@ class HookSpecs:
     def barrier(self, run: Run, group: Any) -> None:
         """Return when every rank has called it. Default: at once."""
 
+    @_hook("device", returns=False)
+    def reduce_ops(self, run: Run) -> Collection[str] | None:
+        """Reductions over ranks that the device's communication library has, such as ``"sum"`` and ``"avg"``.
+
+        By the names of ``torch.distributed.ReduceOp``, in lower case. A backend does what is missing in another way: a
+        mean as a sum and a division.
+        Default: None, for all that torch has.
+        """
+
     # --------------------------------------------------------------------------------------------------------- state
 
     @_hook("backend", returns=False)
@@ -444,11 +481,41 @@ class HookSpecs:
         Default: ``optimizer.load_state_dict``.
         """
 
+    @_hook("precision")
+    def precision_state(self, run: Run, models: Sequence[nn.Module]) -> dict[str, Any]:
+        """What the precision itself has learnt in training, such as scales, as tensors and plain values.
+
+        Called on every rank when a state is saved; each rank's answer is its own. It is no part of ``model_state``, so
+        that weights can be used in any other precision. Default: nothing.
+
+        :param models: All prepared ones.
+        """
+
+    @_hook("precision", returns=False)
+    def load_precision_state(self, run: Run, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Put back what ``precision_state`` returned. Called on every rank, once models and optimizers are loaded.
+
+        Default: nothing.
+
+        :param models: As in ``precision_state``.
+        :param state: This rank's, or rank 0's on a rank there was not; empty if the checkpoint has none of this
+            precision.
+        """
+
     @_hook("backend")
     def unwrap(self, run: Run, model: nn.Module) -> nn.Module:
         """The module inside what ``wrap_model`` or ``prepare`` returned.
 
         Default: the model as it is.
+        """
+
+    @_hook("precision")
+    def restore_model(self, run: Run, model: nn.Module) -> nn.Module:
+        """Take back what ``convert_model`` did: ordinary modules again, in place, that hold the same parameters.
+
+        Called by ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``. Default: the model as it is.
+
+        :param model: As ``unwrap`` returned it.
         """
 
     @_hook("device")
@@ -477,14 +544,17 @@ class HookSpecs:
 
     @_hook("device", returns=False)
     def empty_cache(self, run: Run) -> None:
-        """Give cached device memory back. Default: ``torch.accelerator.empty_cache``."""
+        """Give cached device memory back.
+
+        Default: ``empty_cache`` of torch's device module, else of ``torch.accelerator``.
+        """
 
     @_hook("device")
     def memory(self, run: Run) -> dict[str, int]:
         """Bytes of memory of this process's device: ``allocated``, ``reserved``, ``peak`` and ``total``.
 
-        Numbers that can't be had are left out. Default: ``torch.accelerator.memory_*``; for the CPU the process's
-        resident set and the machine's memory.
+        Numbers that can't be had are left out. Default: of torch's device module, else of ``torch.accelerator``; for
+        the CPU the process's resident set and the machine's memory.
         """
 
     @_hook("backend", "device")
@@ -497,7 +567,7 @@ class HookSpecs:
 
     @_hook("device")
     def bf16_supported(self, run: Run) -> bool:
-        """Whether bfloat16 computations work on the device. Default: what torch's device module says, else True."""
+        """Whether bfloat16 computations work on the device. Default: what ``compute_dtypes`` says, else True."""
 
     @_hook("device")
     def compile_backend(self, run: Run) -> str:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+import attrs
 
 from drivetrain.discovery import CORE, GROUPS, Entry, entries
-from drivetrain.errors import ConfigError, PluginError, add_note
+from drivetrain.errors import ConfigError, EngineError, PluginError, add_note
 from drivetrain.plugin import API, Backend, Device, KwargsHandler, Plugin, Precision
 from drivetrain.requirements import unmet
 
-__all__ = ["by_name", "create", "forget", "import_object", "load", "load_all", "refused"]
+__all__ = ["at_fault", "by_name", "create", "forget", "import_object", "load", "load_all", "refused", "stated"]
+
+T = TypeVar("T")
 
 _BASES: Mapping[str, type] = {"backend": Backend, "device": Device, "precision": Precision, "keyword": KwargsHandler}
 
@@ -33,7 +37,8 @@ def load(entry: Entry) -> type[Any]:
     it was written for this contract; what its engine requires, while the engine is still not imported.
 
     Raises:
-        PluginError: Any of these failed. An exception of the import is chained as the cause.
+        EngineError: The last of these failed.
+        PluginError: Any other failed. An exception of the import is chained as the cause.
     """
     if entry not in _checked:
         found = import_object(entry)
@@ -86,6 +91,12 @@ def refused(entry: Entry, reason: str) -> PluginError:
     return PluginError(f"{entry} can't be used: {reason}")
 
 
+def at_fault(entry: Entry, reason: str) -> PluginError:
+    """The same where only a change of the plugin helps."""
+    authors = f"Try another version of {entry.distribution}, or report it to its authors"
+    return refused(entry, f"{reason}. {authors}")
+
+
 def _check_class(entry: Entry, found: Any) -> None:
     base = _BASES.get(entry.role, object)
     if not isinstance(found, type):
@@ -94,6 +105,12 @@ def _check_class(entry: Entry, found: Any) -> None:
         raise refused(entry, f"{entry.value} is no subclass of drivetrain.plugin.{base.__name__}")
     if issubclass(found, Plugin) and found.role != entry.role:
         raise refused(entry, f"its role is {found.role!r}, but its entry point is in the group {GROUPS[entry.role]!r}")
+    if issubclass(found, Plugin) and not (isinstance(found.Config, type) and attrs.has(found.Config)):
+        raise refused(
+            entry,
+            f"{found.__qualname__}.Config is {found.Config!r}, but the section of a plugin is described by an attrs "
+            f"class; decorate it with @attrs.frozen",
+        )
 
 
 def _check_api(entry: Entry, found: type[Plugin]) -> None:
@@ -120,7 +137,8 @@ def _check_engine(entry: Entry, found: type[Plugin]) -> None:
         raise refused(entry, f"{found.__qualname__}.requires is a string; write a tuple: ({requires!r},)")
     missing = unmet(requires)
     if missing:
-        raise refused(entry, f"its engine doesn't fit: it {'; it '.join(missing)}")
+        cure = f"pip install {' '.join(map(repr, requires))}"
+        raise EngineError(str(refused(entry, f"its engine doesn't fit: it {'; it '.join(missing)}; {cure}")))
 
 
 def load_all(role: str) -> tuple[dict[str, type[Any]], dict[str, PluginError]]:
@@ -165,4 +183,29 @@ def create(entry: Entry, config: Any = None) -> Any:
         add_note(error, f"in {entry}")
         raise
     except Exception as error:
-        raise refused(entry, f"{found.__qualname__}({config!r}) raised {type(error).__name__}: {error}") from error
+        raise at_fault(entry, f"{found.__qualname__}({config!r}) raised {type(error).__name__}: {error}") from error
+
+
+def stated(entry: Entry, plugin: Plugin, fact: str, kind: type[T]) -> T:
+    """What a plugin states of itself, as a property computed from its config.
+
+    Args:
+        entry: Whose it is.
+        plugin: An instance of it.
+        fact: Name of the property, such as ``"capabilities"``.
+        kind: The class that the contract wants.
+
+    Raises:
+        PluginError: It is something else, or raised; the exception is chained as the cause.
+        ConfigError: The config is impossible, by the plugin's own word, with a note whose it is.
+    """
+    try:
+        found = getattr(plugin, fact)
+    except ConfigError as error:
+        add_note(error, f"in {entry}")
+        raise
+    except Exception as error:
+        raise at_fault(entry, f"its {fact} raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, kind):
+        raise at_fault(entry, f"its {fact} must be a drivetrain.plugin.{kind.__name__}, but is {found!r}")
+    return found

@@ -22,10 +22,13 @@ __all__ = [
     "find_batch_size",
     "find_device",
     "honor_type",
+    "is_namedtuple",
+    "is_torch_tensor",
     "leaves",
     "listify",
     "map_leaves",
     "map_tensors",
+    "merge_dicts",
     "recursively_apply",
     "send_to_device",
     "slice_tensors",
@@ -233,3 +236,29 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return type(obj)(*generator)
     return type(obj)(generator)
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether this is a tensor."""
+    return isinstance(tensor, Tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether this is an instance of a named tuple."""
+    return isinstance(data, tuple) and isinstance(getattr(data, "_fields", None), tuple)
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Lay nested settings over others, in place: mappings are merged, anything else is replaced.
+
+    Args:
+        source: Wins.
+        destination: Changed, and returned.
+    """
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            below = destination.get(key)
+            destination[key] = merge_dicts(value, below if isinstance(below, dict) else {})
+        else:
+            destination[key] = value
+    return destination

@@ -6,7 +6,7 @@ without its engine, so that listing, checking and choosing plugins costs nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
@@ -23,6 +23,7 @@ __all__ = [
     "Device",
     "Known",
     "KwargsHandler",
+    "Migration",
     "Plugin",
     "Policy",
     "Precision",
@@ -56,6 +57,8 @@ class Policy:
 
     compute: str | None = None
     """Dtype of matrix products in forward and backward; None leaves the model as it is."""
+    converted: str | None = None
+    """Dtype that operands are rounded to in layers which ``convert_model`` put in; None: they compute as all others."""
     reduce: str | None = None
     """Dtype in which gradients are reduced over ranks; None means the dtype of the gradients themselves."""
     output: str | None = "float32"
@@ -78,6 +81,11 @@ class Policy:
     def compute_dtype(self) -> torch.dtype | None:
         """``compute`` as a torch dtype."""
         return _torch_dtype(self.compute)
+
+    @property
+    def converted_dtype(self) -> torch.dtype | None:
+        """``converted`` as a torch dtype."""
+        return _torch_dtype(self.converted)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -149,6 +157,30 @@ class Known:
     """Only with this precision; None: with any."""
 
 
+_Target = str | Callable[[str], Mapping[str, Any]]
+
+
+@attrs.frozen(kw_only=True)
+class Migration:
+    """How a configuration file of Accelerate's writes a plugin's settings: a table for ``drivetrain config migrate``.
+
+    A table and no function, so that the command can name every key that it has no answer for. Patterns are those of
+    :mod:`fnmatch`, and are compared with values as they are written there, in small letters: ``"true"``, ``"full_*"``.
+    Keys of this library are given in full, such as ``"my_backend.some_key"`` or ``"gradient_accumulation_steps"``.
+    """
+
+    section: str
+    """Key of that file under which the settings stand."""
+    keys: Mapping[str, _Target | Mapping[str, _Target | Mapping[str, Any]]]
+    """What becomes of each key in that section: the key here that takes its value, or a function from the value's text
+    to settings. Or patterns of the value, and for each of them one of these two, or settings that mean the same."""
+    where: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
+    """Keys of that file, in full, each with patterns one of which it must match for this plugin to be meant. ``""``
+    matches a key that is not there. A backend is chosen by its own ``distributed_type``."""
+    notes: Mapping[str, str] = attrs.field(factory=dict)
+    """For keys in that section that may have no counterpart: what to do instead."""
+
+
 @attrs.frozen
 class NoConfig:
     """The section of a plugin that has no settings."""
@@ -170,6 +202,8 @@ class Plugin:
     """Requirements of the engine (PEP 508), checked against what is installed before the engine is imported."""
     known: ClassVar[tuple[Known, ...]] = ()
     """Defects that are known, for the conformance kit."""
+    migration: ClassVar[Migration | None] = None
+    """How people who come from Accelerate have written this plugin's settings; None: not at all."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config if config is not None else self.Config()
@@ -191,6 +225,13 @@ class Backend(Plugin):
     def capabilities(self) -> Capabilities:
         """What this instance, with its config, can do."""
         return Capabilities()
+
+    def refuses(self, policy: Policy, device_type: str) -> str | None:
+        """The reason why this backend can't compute as a policy says on that type of device; None if it can.
+
+        Asked before anything is allocated, once the precision has found nothing wrong itself.
+        """
+        return None
 
 
 class Device(Plugin):
@@ -217,7 +258,7 @@ class Precision(Plugin):
     family: ClassVar[str | None] = None
     """Asking for a family (``mixed_precision: fp8``) picks its installed member that works on the device."""
     family_rank: ClassVar[int] = 0
-    """Order in which members of a family are tried; the lowest first."""
+    """Order in which members of a family are tried; the lowest first, after those whose section was given."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Backend ``features`` without which this precision refuses to run."""
 

@@ -49,6 +49,7 @@ def prepare(
     known = accelerator.known
     results = [known.find(thing) for thing in objects]
     bundle, positions = _sort(objects, results)
+    bundle.gradient_accumulation_steps = accelerator.gate.steps
     sources = {kind: list(getattr(bundle, kind)) for kind in _KINDS}
     bundle.record()
     _check_optimizers(accelerator, bundle)
@@ -73,7 +74,7 @@ def _sort(objects: Sequence[Any], ready: Sequence[Any]) -> tuple[Bundle, dict[st
     bundle = Bundle()
     positions: dict[str, list[int]] = {kind: [] for kind in _KINDS}
     for position, thing in enumerate(objects):
-        kind = next((kind for kind, cls in _KINDS.items() if isinstance(thing, cls)), None)
+        kind = _kind(thing)
         if kind is None or ready[position] is not None:
             continue
         found = getattr(bundle, kind)
@@ -82,6 +83,24 @@ def _sort(objects: Sequence[Any], ready: Sequence[Any]) -> tuple[Bundle, dict[st
         found.append(thing)
         positions[kind].append(position)
     return bundle, positions
+
+
+def _kind(thing: Any) -> str | None:
+    """What an object is to be prepared as; None: not at all. A scheduler needs no base class."""
+    for kind, cls in _KINDS.items():
+        if isinstance(thing, cls):
+            return kind
+    if isinstance(getattr(thing, "optimizer", None), Optimizer) and all(
+        callable(getattr(thing, name, None)) for name in ("step", "state_dict", "load_state_dict")
+    ):
+        return "schedulers"
+    if hasattr(thing, "param_groups") and callable(getattr(thing, "step", None)):
+        logger.warning(
+            "prepare returns this %s as it is: it is no torch.optim.Optimizer, so neither gradient accumulation nor "
+            "loss scaling hold back its step",
+            type(thing).__name__,
+        )
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------- models
@@ -103,9 +122,9 @@ def _prepare_models(accelerator: Accelerator, bundle: Bundle, placed: Sequence[b
         ]
         _rewire(bundle)
 
-    if run.policy.compute is not None and run.policy.compute not in run.capabilities.native_dtypes:
+    if _needs_autocast(run, evaluation):
         for model in bundle.models:
-            AutocastForward.install(model, accelerator.autocast, run.policy.output_dtype)
+            AutocastForward.install(model, accelerator.autocast_of, run.policy.output_dtype)
     if run.config.compile is not None:
         options = {key: value for key, value in attrs.asdict(run.config.compile).items() if value is not None}
         options.setdefault("backend", hooks.compile_backend(run=run))
@@ -117,6 +136,19 @@ def _prepare_models(accelerator: Accelerator, bundle: Bundle, placed: Sequence[b
     after = Bundle(models=[hooks.unwrap(run=run, model=model) for model in bundle.models]).parameters()
     accelerator.known.note_replaced({old: after[name] for name, old in before.items() if name in after})
     accelerator.known.keep_models(originals, bundle)
+
+
+def _needs_autocast(run: Run, evaluation: bool) -> bool:
+    """Whether forward runs under the hook ``autocast``: not where the backend computes in that dtype by itself.
+
+    A precision that brings a context of its own needs it in any case, and so does a model that is not distributed,
+    which never meets the backend.
+    """
+    if run.policy.compute is None:
+        return False
+    owner = run.hooks.owner("autocast")
+    own = owner is not None and owner.role == "precision"
+    return own or evaluation or run.policy.compute not in run.capabilities.native_dtypes
 
 
 def _rewire(bundle: Bundle) -> None:
@@ -201,11 +233,26 @@ def _wire_schedulers(accelerator: Accelerator, bundle: Bundle) -> None:
     for index, scheduler in enumerate(bundle.schedulers):
         inner = scheduler.optimizer
         own = [one for one in optimizers if inner is one or inner is one.optimizer]
-        # An engine may have replaced the optimizer the scheduler knows; then it moves with all there are.
-        followed = own[:1] or optimizers
-        wrapped = run.hooks.wrap_scheduler(run=run, scheduler=scheduler, optimizers=followed)
+        # An engine may have replaced the optimizer the scheduler knows, or it is still to be prepared; then the
+        # scheduler moves with all there are, those to come included.
+        followed = own[:1] or accelerator.known.optimizers
+        wrapped = run.hooks.wrap_scheduler(run=run, scheduler=scheduler, optimizers=own[:1] or optimizers)
+        counts_updates = getattr(wrapped, "counts", None) == "updates"
+        multiplier = 1 if counts_updates else accelerator.scheduler_multiplier()
         bundle.schedulers[index] = AcceleratedScheduler(
-            wrapped, followed, accelerator.scheduler_multiplier(), accelerator.step_scheduler_with_optimizer
+            wrapped, followed, multiplier, accelerator.step_scheduler_with_optimizer
+        )
+    _mention_multiplier(accelerator, bundle.schedulers)
+
+
+def _mention_multiplier(accelerator: Accelerator, schedulers: Sequence[AcceleratedScheduler]) -> None:
+    """Say it with the first schedulers: people who wrote a schedule in updates are surprised otherwise."""
+    several = max((one.multiplier for one in schedulers if one.with_optimizer), default=1)
+    if several > 1 and accelerator.is_main_process and not accelerator.known.schedulers:
+        logger.info(
+            "one update moves a scheduler by %d steps, one for each data-parallel shard, as a schedule written in "
+            "batches of the unprepared loader needs; Accelerator(scheduler_counts='updates') moves it by one",
+            several,
         )
 
 

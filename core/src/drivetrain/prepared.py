@@ -78,7 +78,9 @@ class Prepared:
         return whole
 
     def forget(self) -> None:
-        """Let go of everything, so that its memory can be freed."""
+        """Let go of everything, so that its memory can be freed; what plugins keep of it too."""
+        optimizers = [optimizer.optimizer for optimizer in self.optimizers]
+        self._run.hooks.release(run=self._run, models=list(self.wrapped_models), optimizers=optimizers)
         for kept in (self.models, self.wrapped_models, self.optimizers, self.schedulers, self.loaders, self._sources):
             kept.clear()
         self._replaced = WeakIdKeyDictionary()

@@ -7,13 +7,14 @@ is broken is an error with the cause; one that is met while guessing is noted an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from drivetrain import discovery
 from drivetrain.discovery import CORE, GROUPS, TRACKERS, Entry, entries, exports, extras, keywords
+from drivetrain.elsewhere import instead_of
 from drivetrain.errors import PluginError, PluginNotFoundError
-from drivetrain.loading import by_name, create, forget, import_object, load, load_all, refused
+from drivetrain.loading import at_fault, by_name, create, forget, import_object, load, load_all, refused, stated
 from drivetrain.plugin import Capabilities, Precision
 from drivetrain.requirements import plugin_extras, unmet
 
@@ -21,6 +22,7 @@ __all__ = [
     "GROUPS",
     "TRACKERS",
     "Entry",
+    "at_fault",
     "check_engines",
     "choose_default_backend",
     "choose_device",
@@ -37,6 +39,7 @@ __all__ = [
     "refresh",
     "refusal",
     "resolve_precision",
+    "stated",
 ]
 
 _KEYS: Mapping[str, str] = {"precision": "mixed_precision"}
@@ -98,11 +101,11 @@ def _located(where: str | None, message: str) -> str:
 
 
 def _not_found(role: str, name: str) -> str:
-    installed = entries()[role]
-    if name in extras():
+    installed, offered = entries()[role], plugin_extras(role)
+    if name in offered:
         return f'{role} {name!r} is not installed: pip install "{CORE}[{name}]"'
     message = f"no {role} {name!r}"
-    close = difflib.get_close_matches(name, [*installed, *plugin_extras()], n=1)
+    close = difflib.get_close_matches(name, [*installed, *offered], n=1)
     if close and close[0] in installed:
         message += f"; did you mean {close[0]!r}?"
     elif close:
@@ -111,8 +114,8 @@ def _not_found(role: str, name: str) -> str:
     if elsewhere:
         message += f" ({name!r} is a {elsewhere[0]}: {_KEYS.get(elsewhere[0], elsewhere[0])}: {name})"
     message += ("" if close else ".") + f" Installed: {_listing(installed)}"
-    if not close and plugin_extras():
-        message += f'. To be had by pip install "{CORE}[NAME]": {", ".join(plugin_extras())}'
+    if not close and offered:
+        message += f'. To be had by pip install "{CORE}[NAME]": {", ".join(offered)}'
     return "; ".join([message, *discovery.problems()])
 
 
@@ -146,6 +149,8 @@ def exported(name: str) -> Any:
     """
     providers = exports().get(name)
     if providers is None:
+        if instead := instead_of(name):
+            raise AttributeError(f"{CORE} has no {name}; use instead: {instead}")
         close = difflib.get_close_matches(name, exports(), n=1)
         hint = f"; did you mean {close[0]!r}, of {exports()[close[0]][0].distribution}?" if close else ""
         raise AttributeError(f"module {CORE!r} has no attribute {name!r}, and no installed plugin exports it{hint}")
@@ -171,7 +176,7 @@ def choose_default_backend() -> Entry:
             f"several installed backends offer themselves as the default for several processes: "
             f"{_listing(_chosen('backend', claiming))}; name one: backend: {claiming[0]}{notes}"
         )
-    hints = " or ".join(f'pip install "{CORE}[{extra}]"' for extra in plugin_extras())
+    hints = " or ".join(f'pip install "{CORE}[{extra}]"' for extra in plugin_extras("backend"))
     raise PluginError(
         f"several processes need a backend that distributes over them, and no installed one offers itself; name one "
         f"that can, or install one{': ' + hints if hints else ''}. Installed: {_listing(entries()['backend'])}{notes}"
@@ -226,12 +231,33 @@ def _engine_name(requirement: str) -> str:
     return Requirement(requirement).name
 
 
-def refusal(precision: Precision, capabilities: Capabilities, device_type: str) -> str | None:
-    """Why a precision can't work with a backend of these capabilities on that type of device; None if it can."""
+def refusal(
+    precision: Precision, capabilities: Capabilities, device_type: str, dtypes: Collection[str] | None = None
+) -> str | None:
+    """Why a precision can't work with a backend of these capabilities on that type of device; None if it can.
+
+    Args:
+        precision: With its section.
+        capabilities: Of the backend.
+        device_type: Torch device type, such as ``"cpu"``.
+        dtypes: Below 32 bits, that the device computes in; None: any.
+
+    Raises:
+        PluginError: It could not say; the exception is chained as the cause.
+    """
     lacking = sorted(precision.needs - capabilities.features)
     if lacking:
         return f"it needs what the backend does not offer: {', '.join(lacking)}"
-    return precision.refuses(capabilities, device_type)
+    try:
+        compute = precision.policy.compute
+        if dtypes is not None and compute not in (None, "float32", "float64", *dtypes):
+            return (
+                f"it computes in {compute}, and the device computes in {', '.join(sorted(dtypes)) or 'none of those'}"
+            )
+        return precision.refuses(capabilities, device_type)
+    except Exception as error:
+        what = f"{type(precision).__qualname__}.refuses raised {type(error).__name__}: {error}"
+        raise PluginError(what) from error
 
 
 def resolve_precision(
@@ -241,11 +267,14 @@ def resolve_precision(
     *,
     where: str | None = None,
     configure: Callable[[Entry, type[Precision]], Any] | None = None,
+    configured: Collection[str] = (),
+    dtypes: Collection[str] | None = None,
 ) -> tuple[Entry, list[str]]:
     """The precision of that name, or the first member of the family of that name that works here.
 
-    Returns it with notes: a sentence on each member that was passed over, and on the choice. A precision named exactly
-    is not asked whether it works; :func:`refusal` does.
+    Members that have settings come first, since whoever wrote those means them; then by ``family_rank``. Returns it
+    with notes: a sentence on each member that was passed over, and on the choice. A precision named exactly is not
+    asked whether it works; :func:`refusal` does.
 
     Args:
         name: Of a precision or a family.
@@ -253,6 +282,8 @@ def resolve_precision(
         capabilities: Of the backend.
         where: As in ``find``.
         configure: Builds the config a member of a family is asked with; its defaults if None.
+        configured: Names of the sections that were given.
+        dtypes: As in ``refusal``.
 
     Raises:
         PluginNotFoundError: There is neither.
@@ -262,15 +293,20 @@ def resolve_precision(
     if name in installed or _qualified(installed, name):
         return find("precision", name, where=where), []
     loaded, broken = load_all("precision")
-    members = sorted((found.family_rank, member) for member, found in loaded.items() if found.family == name)
+    members = sorted(
+        (member not in configured, found.family_rank, member)
+        for member, found in loaded.items()
+        if found.family == name
+    )
     reasons = [str(error) for error in broken.values()]
     if not members:
         raise PluginNotFoundError(_located(where, ". ".join([_not_found("precision", name), *reasons])))
-    for _, member in members:
+    for unconfigured, _, member in members:
         entry = by_name("precision")[member]
-        reason = _reason_against(entry, capabilities, device_type, configure)
+        reason = _reason_against(entry, capabilities, device_type, configure, dtypes)
         if reason is None:
-            return entry, [*reasons, f"{_KEYS['precision']}: {name} is {entry} here"]
+            why = "first of those that work" if unconfigured else "its section was given"
+            return entry, [*reasons, f"{_KEYS['precision']}: {name} is {entry} here ({why})"]
         reasons.append(f"{entry}: {reason}")
     raise PluginError(_located(where, f"no member of the precision family {name!r} works here. {'. '.join(reasons)}"))
 
@@ -280,9 +316,10 @@ def _reason_against(
     capabilities: Capabilities,
     device_type: str,
     configure: Callable[[Entry, type[Precision]], Any] | None,
+    dtypes: Collection[str] | None,
 ) -> str | None:
     try:
         precision = create(entry, configure(entry, load(entry)) if configure else None)
-        return refusal(precision, capabilities, device_type)
+        return refusal(precision, capabilities, device_type, dtypes)
     except PluginError as error:
         return str(error)

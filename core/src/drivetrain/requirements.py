@@ -9,7 +9,7 @@ import importlib.metadata
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from drivetrain.discovery import CORE, extras, normalized
+from drivetrain.discovery import CORE, extra_roles, extras, normalized
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -92,13 +92,18 @@ def members() -> list[str]:
     return sorted({normalized(requirement.name) for requirement in _required_members()})
 
 
-def plugin_extras() -> list[str]:
-    """Those of core's extras that bring a distribution of ours: what an install hint may offer."""
-    required = _required_members()
+def plugin_extras(role: str) -> list[str]:
+    """Those of core's extras that bring a distribution of ours with plugins of a role: what an install hint may offer.
+
+    Args:
+        role: ``backend``, ``device``, ``precision`` or ``tracker``.
+    """
+    required, roles = _required_members(), extra_roles()
     return [
         extra
         for extra in sorted(extras())
-        if any(_applies(requirement, extra) and not _applies(requirement, "") for requirement in required)
+        if roles.get(extra) == role
+        and any(_applies(requirement, extra) and not _applies(requirement, "") for requirement in required)
     ]
 
 

@@ -9,20 +9,23 @@ import attrs
 
 from drivetrain import registry
 from drivetrain.binding import Hooks, Origin
-from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.world import Run, Topology
+from drivetrain.discovery import CORE
+from drivetrain.errors import ConfigError, DrivetrainError, PluginError
+from drivetrain.plugin import Capabilities, Policy
+from drivetrain.world import Run, Topology, World
 
 if TYPE_CHECKING:
     from drivetrain.config import Resolved, RunConfig
     from drivetrain.plugin import Backend, Plugin, Precision
     from drivetrain.registry import Entry
 
-__all__ = ["Runtime", "choose_backend", "choose_device", "start"]
+__all__ = ["Runtime", "choose_backend", "choose_device", "precision_name", "start"]
 
 logger = logging.getLogger("drivetrain")
 
-ALONE = "single"
-"""The backend of one process when none is named: core's own, which is its defaults."""
+ALONE = f"{CORE}:single"
+"""The backend of one process when none is named: core's own, which is its defaults. In full: it stays core's own where
+another distribution offers one by the same name."""
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +63,7 @@ def choose_backend(resolved: Resolved, processes: int) -> tuple[Entry, list[str]
         return registry.choose_default_backend(), []
     origin = resolved.origin("backend")
     entry = registry.find("backend", name, where=origin.where)
-    if processes == 1 and not create(entry, resolved).capabilities.one_process:
+    if processes == 1 and not capabilities(entry, create(entry, resolved)).one_process:
         if origin.in_code:
             raise ConfigError(
                 f"backend {name!r} was asked for in code, but this is a single process; start several with "
@@ -72,10 +75,31 @@ def choose_backend(resolved: Resolved, processes: int) -> tuple[Entry, list[str]
     return entry, []
 
 
+def capabilities(entry: Entry, backend: Backend) -> Capabilities:
+    """What a backend says that it can do.
+
+    Raises:
+        PluginError: It could not say.
+    """
+    return registry.stated(entry, backend, "capabilities", Capabilities)
+
+
+def precision_name(resolved: Resolved) -> str:
+    """The precision a configuration asks for, as the registry knows it: core's own where nobody named one."""
+    name = resolved.run.mixed_precision
+    return f"{CORE}:{name}" if resolved.origin("mixed_precision").source == "default" else name
+
+
 def create(entry: Entry, resolved: Resolved) -> Any:
     """The plugin of an entry, with its section of the configuration."""
-    cls = registry.load(entry)
-    return registry.create(entry, resolved.section(entry.name, cls.Config))
+    return registry.create(entry, _section(entry, registry.load(entry), resolved))
+
+
+def _section(entry: Entry, cls: type[Plugin], resolved: Resolved) -> Any:
+    try:
+        return resolved.section(entry.name, cls.Config)
+    except PluginError as error:  # the class is at fault, not what was written
+        raise registry.at_fault(entry, str(error)) from error
 
 
 def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
@@ -84,14 +108,17 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
     Raises:
         DrivetrainError: A plugin is missing, broken, or can't work with the others. Nothing is left running then.
     """
-    from drivetrain import defaults  # brings torch, which the launcher, choosing plugins as we do, can do without
+    import torch  # not above: the launcher chooses plugins as we do, and can do without
+
+    from drivetrain import defaults
 
     topology = _assign_device(Topology.from_environment() if topology is None else topology, resolved.run)
     hooks = Hooks(defaults)
 
     backend_entry, backend_notes = choose_backend(resolved, topology.size)
     backend: Backend = _register(hooks, backend_entry, create(backend_entry, resolved))
-    if topology.size > 1 and not backend.capabilities.many_processes:
+    claims = capabilities(backend_entry, backend)
+    if topology.size > 1 and not claims.many_processes:
         raise DrivetrainError(
             f"this run has {topology.size} processes, but backend {backend_entry.name!r} "
             f"({resolved.origin('backend')}) works with one. Name one for several processes, or none; "
@@ -100,28 +127,33 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
     device_entry, device_notes = choose_device(resolved)
     registry.check_engines(backend_entry, device_entry)
     _register(hooks, device_entry, create(device_entry, resolved))
-    device = hooks.device(topology=topology)
+    device: torch.device = _expect(hooks, "device", hooks.device(topology=topology), torch.device)
+    dtypes = hooks.compute_dtypes(device=device)
 
     precision_entry, precision_notes = registry.resolve_precision(
-        resolved.run.mixed_precision,
+        precision_name(resolved),
         device.type,
-        backend.capabilities,
+        claims,
         where=resolved.origin("mixed_precision").where,
-        configure=lambda entry, cls: resolved.section(entry.name, cls.Config),
+        configure=lambda entry, cls: _section(entry, cls, resolved),
+        configured=resolved.sections(),
+        dtypes=dtypes,
     )
     precision: Precision = _register(hooks, precision_entry, create(precision_entry, resolved))
-    _check_pair(backend_entry, backend, precision_entry, precision, device.type)
+    policy = registry.stated(precision_entry, precision, "policy", Policy)
+    _check_pair(backend_entry, backend, claims, precision_entry, precision, device.type, dtypes)
 
     collectives = None
-    if topology.size > 1 or backend.capabilities.process_group:
-        collectives = hooks.collectives(device_type=device.type)
+    if topology.size > 1 or claims.process_group:
+        collectives = resolved.run.collectives or hooks.collectives(device_type=device.type)
     world = hooks.init_world(config=resolved.run, topology=topology, device=device, collectives=collectives)
+    _expect(hooks, "init_world", world, World)
     run = Run(
         config=resolved.run,
         topology=topology,
         world=world,
-        policy=precision.policy,
-        capabilities=backend.capabilities,  # asked again: it may depend on the device
+        policy=policy,
+        capabilities=capabilities(backend_entry, backend),  # asked again: it may depend on the device
         names={"backend": backend_entry.name, "device": device_entry.name, "precision": precision_entry.name},
         hooks=hooks,
     )
@@ -147,11 +179,33 @@ def _register(hooks: Hooks, entry: Entry, plugin: Plugin) -> Any:
     return plugin
 
 
+def _expect(hooks: Hooks, name: str, answer: Any, kind: type) -> Any:
+    """The answer of a hook, if it is what everything after it will take it for."""
+    if not isinstance(answer, kind):
+        raise PluginError(
+            f"hook {name!r} of {hooks.owner(name)} must return a {kind.__name__}, but returned {answer!r}"
+        )
+    return answer
+
+
 def _check_pair(
-    backend_entry: Entry, backend: Backend, precision_entry: Entry, precision: Precision, device_type: str
+    backend_entry: Entry,
+    backend: Backend,
+    claims: Capabilities,
+    precision_entry: Entry,
+    precision: Precision,
+    device_type: str,
+    dtypes: Any,
 ) -> None:
     """Refuse a precision that can't work with this backend or device, before anything is allocated."""
-    reason = registry.refusal(precision, backend.capabilities, device_type)
+    try:
+        reason = registry.refusal(precision, claims, device_type, dtypes)
+    except PluginError as error:
+        raise registry.at_fault(precision_entry, str(error)) from error.__cause__
+    try:
+        reason = reason or backend.refuses(precision.policy, device_type)
+    except Exception as error:
+        raise registry.at_fault(backend_entry, f"its refuses raised {type(error).__name__}: {error}") from error
     if reason:
         raise DrivetrainError(
             f"mixed_precision {precision_entry.name!r} can't be combined with backend {backend_entry.name!r} on "

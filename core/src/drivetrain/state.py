@@ -67,6 +67,8 @@ def ensure(code: Mapping[str, Any] | None = None, config_file: Any = None) -> Ru
 
 def _check_same(runtime: Runtime, code: Mapping[str, Any]) -> None:
     for key, wanted in code.items():
+        if wanted == {}:  # an empty section asks for nothing
+            continue
         have = runtime.resolved.value(key)
         chosen = runtime.run.names.get({"mixed_precision": "precision"}.get(key, key))
         if wanted not in (have, chosen):

@@ -30,6 +30,7 @@ __all__ = [
     "model_extra",
     "now",
     "optimizer",
+    "precision",
     "rng",
     "scheduler",
 ]
@@ -50,6 +51,7 @@ TOP_NAMES = (
     "loaders",
     "rng",
     "gradients",
+    "precision",
 )
 
 
@@ -86,6 +88,11 @@ def loader(index: int, rank: int) -> Path:
 def rng(rank: int) -> Path:
     """Stem of a rank's random number generators."""
     return Path("rng", _rank(rank))
+
+
+def precision(rank: int) -> Path:
+    """Stem of what a rank's precision has learnt."""
+    return Path("precision", _rank(rank))
 
 
 def gradients(rank: int) -> Path:

@@ -40,6 +40,7 @@ class _Parts:
     scaler: Any = None
     accumulation: Any = None
     gradients: Mapping[str, Tensor] | None = None
+    precision: Mapping[str, Any] = attrs.field(factory=dict)
     rng: Any = None
     rng_is_own: bool = True
 
@@ -160,6 +161,7 @@ def _read_parts(accelerator: Accelerator, manifest: Manifest, directory: Path) -
         custom=_each(directory, layout.custom, accelerator.registered, manifest.custom),
         loaders=_each(directory, lambda index: layout.loader(index, same), known.loaders, manifest.loaders),
         accumulation=read_tree(directory / layout.ACCUMULATION),
+        precision=_precision(run, manifest, directory),
         # Ranks that were not there all start from rank 0's state, so that any number of them is different by its rank.
         rng=read_tree(directory / layout.rng(rank if rank < manifest.processes else 0)),
         rng_is_own=rank < manifest.processes,
@@ -173,6 +175,23 @@ def _read_parts(accelerator: Accelerator, manifest: Manifest, directory: Path) -
     if manifest.processes == run.world.size and saved_gradients.as_posix() in manifest.files:
         parts.gradients = read_tensors(directory / saved_gradients)
     return parts
+
+
+def _precision(run: Run, manifest: Manifest, directory: Path) -> Mapping[str, Any]:
+    """What the precision had learnt on this rank; empty if nothing was, or by another precision."""
+    stem = layout.precision(run.world.rank if run.world.rank < manifest.processes else 0)
+    if f"{stem.as_posix()}.json" not in manifest.files:
+        return {}
+    if manifest.precision != run.names["precision"]:
+        logger.warning(
+            "%s was saved with mixed_precision %r, whose own state this run (%r) leaves out",
+            directory,
+            manifest.precision,
+            run.names["precision"],
+        )
+        return {}
+    found: Mapping[str, Any] = read_tree(directory / stem)
+    return found
 
 
 def _each(directory: Path, stem: Any, present: Sequence[Any], saved: Sequence[Thing]) -> list[Any]:
@@ -237,8 +256,10 @@ def _restore(accelerator: Accelerator, parts: _Parts) -> None:
     if parts.scaler is not None:
         with _refusing("the gradient scaler"):
             accelerator.scaler.load_state_dict(parts.scaler)
+    run = accelerator.run
+    run.hooks.load_precision_state(run=run, models=accelerator.known.wrapped_models, state=parts.precision)
     _restore_accumulation(accelerator, parts)
-    _restore_rng(accelerator.run, parts)
+    _restore_rng(run, parts)
 
 
 @contextlib.contextmanager

@@ -173,7 +173,18 @@ class CheckpointMixin:
                 self._prune(target)
         if self.run.world.rank == 0:
             logger.info("saved the state of the run to %s", target)
+            self._report_loops_left_early()
         return target
+
+    def _report_loops_left_early(self) -> None:
+        for index, loader in enumerate(self.known.loaders):
+            if (left_at := getattr(loader, "left_at", None)) is not None:
+                logger.info(
+                    "loader %d was left after %d batches of epoch %d, and is saved there: a run that loads this state "
+                    "is given the rest first, while the next loop here begins epoch %d. loader.set_epoch(%d) before "
+                    "saving makes both begin that",
+                    *(index, left_at, loader.epoch, loader.epoch + 1, loader.epoch + 1),
+                )
 
     def _next_checkpoint(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
@@ -321,40 +332,16 @@ class CheckpointMixin:
         Raises:
             CheckpointError: The file can't be written, or the object is no dict of tensors.
         """
-        from drivetrain.checkpoint.model_files import in_place, save_pickled
+        if self._writes_weights:
+            from drivetrain.checkpoint.objects import write_object
 
-        if not self._writes_weights:
-            return
-        if hasattr(f, "write"):
-            import torch
-
-            torch.save(obj, f)
-            return
-        path = _absolute(f)
-        with in_place(path) as aside:
-            if safe_serialization or path.suffix == ".safetensors":
-                _write_safe(aside, obj)
-            else:
-                save_pickled(aside, obj)
+            write_object(obj, f, safe_serialization)
 
     @property
     def _writes_weights(self) -> bool:
         from drivetrain.checkpoint.bundles import leads
 
         return leads(self.run, not self.project_configuration.save_on_each_node)
-
-
-def _write_safe(path: Path, data: Any) -> None:
-    from drivetrain.checkpoint.model_files import untie
-    from drivetrain.checkpoint.tensors import write_tensors
-
-    if not isinstance(data, Mapping) or not all(isinstance(value, Tensor) for value in data.values()):
-        raise CheckpointError(
-            f"only a dict of tensors can be saved as safetensors, not {type(data).__name__}; safe_serialization=False "
-            f"and another ending save anything"
-        )
-    tensors, aliases = untie(data)
-    write_tensors(path, tensors, aliases)
 
 
 def _absolute(path: _Path) -> Path:

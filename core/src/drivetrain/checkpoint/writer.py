@@ -131,6 +131,9 @@ def _write_own_part(accelerator: Accelerator, directory: Path) -> None:
     for index, loader in enumerate(accelerator.known.loaders):
         write_tree(directory / layout.loader(index, rank), _loader_state(loader), f"state of loader {index}")
     write_tree(directory / layout.rng(rank), rng.capture(run), "the state of the random number generators")
+    learnt = run.hooks.precision_state(run=run, models=accelerator.known.wrapped_models)
+    if learnt:
+        write_tree(directory / layout.precision(rank), learnt, f"the state of precision {run.names['precision']!r}")
     if accelerator.gate.unfinished:
         gradients = collect(accelerator)
         if gradients is not None:

@@ -1,4 +1,4 @@
-"""What ``drivetrain config check`` checks beyond the core's own settings: plugins named, and sections of plugins."""
+"""What is checked beyond the core's own settings: the plugins that are named, and the sections of plugins."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 
 from drivetrain import registry
-from drivetrain.config import Resolved, resolve
+from drivetrain.config.resolve import resolve
+from drivetrain.config.resolved import Resolved
 from drivetrain.errors import ConfigError, DrivetrainError
 
-__all__ = ["check_config_file"]
+__all__ = ["check_config_file", "problems_of"]
 
 
 def check_config_file(file: str | None) -> tuple[str | None, tuple[str, ...]]:
@@ -25,6 +26,17 @@ def check_config_file(file: str | None) -> tuple[str | None, tuple[str, ...]]:
     location = ("DRIVETRAIN_CONFIG", "DRIVETRAIN_HOME", "XDG_CONFIG_HOME")
     environment = {name: os.environ[name] for name in location if name in os.environ}
     resolved = resolve(file, {}, environment=environment)
+    if problems := problems_of(resolved):
+        raise ConfigError("\n".join(problems))
+    return resolved.config_file, resolved.sections()
+
+
+def problems_of(resolved: Resolved) -> list[str]:
+    """What is wrong with the plugins that settings name, and with their sections. Imports no engine.
+
+    Returns:
+        A message for each problem; a section with several has one message of several lines.
+    """
     problems: list[str] = []
     _note(problems, lambda: _find(resolved, "backend", "backend"))
     _note(problems, lambda: _find(resolved, "device", "device"))
@@ -32,9 +44,7 @@ def check_config_file(file: str | None) -> tuple[str | None, tuple[str, ...]]:
     for name in resolved.sections():
         for entry in _providers(name):
             _note(problems, functools.partial(_build, resolved, entry))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return resolved.config_file, resolved.sections()
+    return problems
 
 
 def _note(problems: list[str], check: Callable[[], object]) -> None:
@@ -50,8 +60,8 @@ def _build(resolved: Resolved, entry: registry.Entry) -> None:
 
 def _find(resolved: Resolved, role: str, key: str) -> None:
     name = resolved.value(key)
-    if name is None or (role == "device" and name == "auto"):
-        return
+    if name is None or resolved.origin(key).source == "default" or (role == "device" and name == "auto"):
+        return  # core's own answer, whoever else has a plugin of that name
     if role == "precision" and name not in registry.entries()[role]:
         found, _ = registry.load_all(role)
         if any(getattr(cls, "family", None) == name for cls in found.values()):

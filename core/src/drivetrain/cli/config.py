@@ -28,17 +28,26 @@ def config(ctx: click.Context) -> None:
 @set_option
 @json_option
 def show(config_file: str | None, assignments: tuple[str, ...], as_json: bool) -> None:
-    """Show every setting, its value, and where it came from."""
+    """Show every setting, its value, and where it came from.
+
+    Plugins that are not there and sections that they refuse are reported below; the exit code is 2 then.
+    """
+    from drivetrain.cli.checking import problems_of
     from drivetrain.config import resolve
 
     resolved = resolve(config_file, command_line({}, assignments))
+    problems = problems_of(resolved)
     if as_json:
-        _print_json(resolved)
+        _print_json(resolved, problems)
     else:
         _print_table(resolved)
+    for problem in problems:
+        click.echo(f"Error: {problem}", err=True)
+    if problems:
+        raise SystemExit(2)
 
 
-def _print_json(resolved: Resolved) -> None:
+def _print_json(resolved: Resolved, problems: list[str]) -> None:
     import json
 
     shadowed: dict[str, list[dict[str, str]]] = {}
@@ -48,7 +57,8 @@ def _print_json(resolved: Resolved) -> None:
         {"key": row.key, "value": row.value, "origin": str(row.origin), "overridden": shadowed.get(row.key, [])}
         for row in resolved.rows()
     ]
-    click.echo(json.dumps({"config_file": resolved.config_file, "settings": settings}, indent=2))
+    shown = {"config_file": resolved.config_file, "settings": settings, "problems": problems}
+    click.echo(json.dumps(shown, indent=2))
 
 
 def _print_table(resolved: Resolved) -> None:
@@ -84,3 +94,38 @@ def default(config_file: str | None, assignments: tuple[str, ...], overwrite: bo
 
     path, replaced = write_config_file(config_file, command_line(flags, assignments), os.environ, overwrite)
     click.echo(f"{'replaced' if replaced else 'wrote'} {path}")
+
+
+@config.command()
+@click.argument("file")
+@option("--output", metavar="FILE", help="Write the translation there instead of on the terminal.")
+@option("--overwrite", is_flag=True, help="Replace that file if there is one.")
+def migrate(file: str, output: str | None, overwrite: bool) -> None:
+    """Translate FILE, a configuration of Accelerate's, and say of each of its keys what it is here.
+
+    Nothing is left out in silence: what has no counterpart is listed, in the translation too. The exit code is 2 if the
+    translation is not valid as it stands.
+    """
+    from pathlib import Path
+
+    from drivetrain.cli.migrating import problems_in, translated_text
+    from drivetrain.config.migration import translate
+    from drivetrain.config.reader import read_file
+    from drivetrain.config.template import write_file
+
+    translation = translate(read_file(file))
+    text = translated_text(file, translation)
+    for line in translation.lines:
+        click.echo(line, err=True)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write_file(Path(output).expanduser(), text, overwrite)
+        missing = len(translation.missing)
+        left = f"; {missing} key(s) could not be translated, see its end" if missing else ""
+        click.echo(f"wrote {output}{left}", err=True)
+    problems = problems_in(text, output or "the translation")
+    for problem in problems:
+        click.echo(f"Error: {problem}", err=True)
+    if problems:
+        raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""``drivetrain plugins``: what is installed, read from metadata."""
+"""``drivetrain plugins``: what is installed, read from metadata and from source that is not run."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def plugins(as_json: bool, verbose: bool) -> None:
 
 
 def _summary(entry: Entry) -> str:
-    """The distribution's summary. The core's own describes the library, not what is built into it."""
+    """First line of the class's docstring as its source has it, else the summary of its distribution."""
     import importlib.metadata
 
-    from drivetrain.discovery import CORE
+    from drivetrain.cli.docstrings import first_line
 
-    if entry.distribution == CORE:
-        return ""
-    return next(iter(importlib.metadata.metadata(entry.distribution).get_all("Summary") or ()), "")
+    return first_line(entry.value) or next(
+        iter(importlib.metadata.metadata(entry.distribution).get_all("Summary") or ()), ""
+    )
 
 
 def _own_words(entry: Entry) -> str:

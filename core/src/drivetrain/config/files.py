@@ -36,7 +36,7 @@ def read_config_file(
         The file's path, None if there is none, and its settings.
 
     Raises:
-        ConfigError: The file can't be read or is no mapping of settings.
+        ConfigError: The file can't be read, is no mapping of settings, or is one of Accelerate's.
     """
     named = config_file if config_file is not None else environment.get("DRIVETRAIN_CONFIG") or None
     if named is not None:
@@ -47,7 +47,10 @@ def read_config_file(
             return None, Value(Table(), Origin("default"))
         path = str(default)
     # The only reader of YAML files, imported when there is one: workers never pay for it.
+    from drivetrain.config.migration import refuse_foreign
     from drivetrain.config.reader import read_file
 
     hint = "" if config_file is not None or named is None else " (named by DRIVETRAIN_CONFIG)"
-    return path, read_file(path, hint)
+    file = read_file(path, hint)
+    refuse_foreign(path, file)
+    return path, file

@@ -43,14 +43,18 @@ def check_top_level(layer: Value, sections: Callable[[], Sections], problems: li
         if key in _core_keys():
             continue
         if key not in sections().installed:
-            problems.append(problem(value.where_key, key, _unknown(key, sections())))
+            problems.append(problem(value.where_key, key, _unknown(key, value, sections())))
         elif not (value.is_table or value.content is None or value.origin.source == "code"):
             problems.append(
                 problem(value.origin, key, f"a plugin's section is a mapping of its settings, got {name_of(value)}")
             )
 
 
-def _unknown(key: str, sections: Sections) -> str:
+def _unknown(key: str, value: Value, sections: Sections) -> str:
+    from drivetrain.config.migration import meaning  # knows more words than a run ever needs
+
+    if known := meaning(key, value):
+        return f"unknown key; Accelerate has one of this name, which is here: {known}"
     if key in sections.extras:
         return f'no plugin of this name is installed; to have it: pip install "drivetrain[{key}]"'
     if hint := did_you_mean(key, _core_keys() | sections.installed):

@@ -1,4 +1,4 @@
-"""A file of settings to start from: what was chosen, and everything else as comments."""
+"""Files of settings that are written: one to start from, with everything not chosen as comments, or a bare one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from drivetrain.config.files import default_config_file
 from drivetrain.config.layers import from_arguments
 from drivetrain.config.problems import fail
 from drivetrain.config.resolved import Resolved
-from drivetrain.config.schema import RunConfig, help_text
+from drivetrain.config.schema import RunConfig, field_names, help_text
 from drivetrain.config.sections import check_top_level, installed_sections
 from drivetrain.config.values import Origin, Value
 from drivetrain.errors import ConfigError
 
-__all__ = ["config_text", "write_config_file"]
+__all__ = ["config_text", "settings_text", "write_basic_config", "write_config_file", "write_file"]
 
 _HEAD = """\
 # Settings of drivetrain. Commented lines show the defaults.
@@ -56,6 +56,13 @@ def config_text(chosen: Mapping[str, Any]) -> str:
     lines.append(_TAIL)
     lines += [_yaml({name: _written(layer.content[name])}) for name in resolved.sections()]
     return "".join(lines)
+
+
+def settings_text(layer: Value) -> str:
+    """The settings of a layer as YAML: those of core in the order of the documentation, then sections."""
+    core = [name for name in field_names() if name in layer.content]
+    sections = [name for name in layer.content if name not in core]
+    return "".join(_yaml({name: _written(layer.content[name])}) for name in (*core, *sections))
 
 
 class _Word(str):
@@ -100,18 +107,59 @@ def write_config_file(
     """
     text = config_text(chosen)
     named = config_file if config_file is not None else environment.get("DRIVETRAIN_CONFIG") or None
-    path = default_config_file(environment) if named is None else Path(named).expanduser()
-    exists = os.path.lexists(path)
-    if exists and not overwrite:
-        raise ConfigError(f"{path} exists already; --overwrite replaces it")
-    if named is None:
-        path = path.with_suffix(".yaml")  # wins over a JSON file in the same place
+    if named is not None:
+        path = Path(named).expanduser()
+        return path, write_file(path, text, overwrite)
+    path = default_config_file(environment)
+    exists = _check_absent(path, overwrite)
+    path = path.with_suffix(".yaml")  # wins over a JSON file in the same place
+    write_file(path, text, overwrite)
+    return path, exists
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | None:
+    """Write a file of settings from a program, as ``drivetrain config`` does; one that is there is left alone.
+
+    Args:
+        mixed_precision: Number formats.
+        save_location: The file; None: the one that is read where none is named.
+
+    Returns:
+        The file; None if there was one already.
+
+    Raises:
+        ConfigError: A value is wrong, or the file can't be written.
+    """
+    path = default_config_file() if save_location is None else Path(save_location).expanduser()
+    if os.path.lexists(path):
+        return None
+    write_file(path, config_text({"mixed_precision": mixed_precision}), overwrite=False)
+    return path
+
+
+def write_file(path: Path, text: str, overwrite: bool) -> bool:
+    """Write a file of settings, whole or not at all; its folder is made if need be.
+
+    Returns:
+        Whether there was one before.
+
+    Raises:
+        ConfigError: There is one and it may not be replaced, or it can't be written.
+    """
+    exists = _check_absent(path, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, text)
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}") from error
-    return path, exists
+    return exists
+
+
+def _check_absent(path: Path, overwrite: bool) -> bool:
+    exists = os.path.lexists(path)
+    if exists and not overwrite:
+        raise ConfigError(f"{path} exists already; --overwrite replaces it")
+    return exists
 
 
 def _write(path: Path, text: str) -> None:

@@ -31,7 +31,8 @@ class DataLoaderConfiguration:
         use_seedable_sampler: Accepted for scripts that pass it: the order is always a function of seed and epoch.
         data_seed: Seed of the order. None: the seed of the generator the loader was given, else one of the run's own.
         non_blocking: Whether copies to the device may overlap with what follows; needs ``pin_memory`` on the loader.
-        use_stateful_dataloader: Accepted for scripts that pass it: every prepared loader keeps its position.
+        use_stateful_dataloader: Accepted for scripts that pass it: every prepared loader has ``state_dict`` and
+            ``load_state_dict``, and ``save_state`` saves its position. Torchdata's own loader may be prepared too.
         already_sharded: The loader reads this rank's share only; it is placed and counted, but not sharded again.
         slice_fn_for_dispatch: What cuts a round of a dispatched loader into the ranks' parts, where rows are not along
             the first dimension: ``f(data, slice, process_index=..., num_processes=...)``, called on the reading rank

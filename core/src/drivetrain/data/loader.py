@@ -189,8 +189,19 @@ class DataLoaderShard(DataLoader):
         self._progress.set_epoch(epoch)
         self._feed.order.set_epoch(self._progress.epoch)
 
+    @property
+    def left_at(self) -> int | None:
+        """How many batches a loop had when it left an epoch early; None if none did, or another has begun since."""
+        return self._progress.position if self._progress.broken_off else None
+
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position as plain values. The position counts batches the user has, not those read ahead."""
+        """Epoch and position as plain values. The position counts batches the user has, not those read ahead.
+
+        Of an epoch that a loop left early it is the place where that was: whoever loads the state is given the rest
+        first, since nobody can know here whether the epoch was over, and half of it may never be seen otherwise. The
+        next loop in this process begins the next epoch, as with any loader. To begin that in both,
+        ``set_epoch(epoch + 1)`` before; to go on in both, ``skip_first_batches(loader, loader.left_at)`` here.
+        """
         return self._progress.state_dict(*self._round())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

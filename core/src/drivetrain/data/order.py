@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from drivetrain.data.randomness import Isolation, derive_seed
+from drivetrain.data.randomness import Isolation, derive_seed, private_generators, reseeded, seed_of
 
 __all__ = ["END", "Order", "given_seed", "samplers"]
 
@@ -47,19 +47,21 @@ def samplers(root: Any) -> list[Any]:
 
 def given_seed(loader: Any) -> int | None:
     """Seed of the generator a loader or its sampler was given; None if it has none."""
-    for owner in [loader, *samplers(loader)[1:]]:
+    chain = samplers(loader)[1:]
+    for owner in [loader, *chain]:
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator):
             return _seed_of(generator)
-    return None
+    own = [seed_of(generator) for sampler in chain for generator in private_generators(sampler).values()]
+    return derive_seed(*own) if own else None
 
 
 class Order:
     """Walks a sampler, the same way each time it is asked for the same epoch.
 
     torch's own samplers are walked as copies with a generator seeded for the epoch. Anyone else's runs on generators of
-    its own, so that it can draw from torch's, numpy's or Python's global ones without ranks coming apart; what it makes
-    of that is law.
+    its own, so that it can draw from torch's, numpy's or Python's global ones without ranks coming apart, and so can it
+    from a generator among its attributes, which is seeded for the epoch too; what it makes of that is law.
 
     Args:
         root: The loader's batch sampler; its sampler, if it doesn't batch.
@@ -92,6 +94,8 @@ class Order:
         self.set_epoch(epoch)
         for depth, sampler in enumerate(self._chain):
             _reseed(sampler, derive_seed(seed, epoch, "order", depth))
+            for name, generator in private_generators(sampler).items():
+                sampler.__dict__[name] = reseeded(generator, derive_seed(seed, epoch, "order", depth, name))
 
     def walk(self, seed: int, epoch: int) -> Iterator[Any]:
         """What the sampler yields in an epoch, lazily."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-__all__ = ["Isolation", "derive_seed"]
+__all__ = ["Isolation", "derive_seed", "private_generators", "reseeded", "seed_of"]
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -47,6 +48,37 @@ _SOURCES = (
         _same_numpy_state,
     ),
 )
+
+
+def private_generators(owner: Any) -> dict[str, Any]:
+    """Attributes that are generators of an object's own, but for ``generator``: so torch's samplers call theirs."""
+    attributes: dict[str, Any] = getattr(owner, "__dict__", {})
+    return {name: value for name, value in attributes.items() if name != "generator" and _is_generator(value)}
+
+
+def _is_generator(value: Any) -> bool:
+    kind = type(value)  # exactly: what derives from these may draw from somewhere else, as random.SystemRandom does
+    if kind.__module__.startswith("numpy.random"):
+        return kind in (np.random.Generator, np.random.RandomState)
+    return kind in (random.Random, torch.Generator)
+
+
+def seed_of(generator: Any) -> int:
+    """A seed that depends on all of a private generator's state."""
+    if isinstance(generator, torch.Generator):
+        return int(generator.initial_seed())
+    return derive_seed(pickle.dumps(generator).hex())
+
+
+def reseeded(generator: Any, seed: int) -> Any:
+    """A fresh generator of the same kind: the one given may be shared with code that would notice."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device).manual_seed(seed)
+    if isinstance(generator, random.Random):
+        return random.Random(seed)
+    if isinstance(generator, np.random.RandomState):
+        return np.random.RandomState(seed % 2**32)
+    return np.random.Generator(type(generator.bit_generator)(seed))
 
 
 class Isolation:

@@ -147,7 +147,7 @@ def _outcome(plan: LaunchPlan, processes: Processes, logs: str | None) -> int:
     if fault is None:
         return 0
     save_fault(processes.folder, fault)
-    _say(summary(fault, plan.processes_total or 1, processes.stopped, logs))
+    _say(summary(fault, plan.processes_total or 1, processes.stopped, logs, processes.ended))
     return fault.exit_code
 
 

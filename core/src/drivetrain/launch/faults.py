@@ -142,7 +142,7 @@ def load_fault(folder: Path) -> Fault | None:
         return None
 
 
-def summary(fault: Fault, size: int, stopped: Sequence[int], logs: str | None = None) -> str:
+def summary(fault: Fault, size: int, stopped: Sequence[int], logs: str | None = None, ended: Sequence[int] = ()) -> str:
     """What the launcher says at the end: who failed first, how, and what became of the others.
 
     Args:
@@ -150,6 +150,8 @@ def summary(fault: Fault, size: int, stopped: Sequence[int], logs: str | None = 
         size: Processes over all machines.
         stopped: Ranks of this machine that the launcher had to stop.
         logs: Folder with the output of each rank, if there is one.
+        ended: Ranks of this machine that had ended well before. Often they are the cause: one that leaves a loop too
+            early takes no part in what the others still do together.
     """
     who = f"rank {fault.rank} of {size} failed first" if size > 1 else "the process failed"
     where = f"pid {fault.pid}" + (f" on {fault.host}" if fault.host else "")
@@ -157,6 +159,11 @@ def summary(fault: Fault, size: int, stopped: Sequence[int], logs: str | None = 
     # Alone, its traceback has just been printed, by itself.
     if size > 1 or (fault.signal and fault.traceback):
         lines += [f"  {line}" for line in fault.what().splitlines()]
+    if ended:
+        lines.append(
+            f"drivetrain launch: {_listing(ended)} had ended before, with exit code 0; if the others waited for "
+            f"{'it' if len(ended) == 1 else 'them'}, the cause is there"
+        )
     if stopped:
         lines.append(f"drivetrain launch: stopped {_listing(stopped)}")
     if logs:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from drivetrain.config.schema import field_names
 from drivetrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class LaunchPlan:
     quiet: bool = False
     """Whether only errors are reported."""
     config: RunConfig
+    origins: Mapping[str, str] = attrs.field(factory=dict)
+    """Where each key of core came from, for messages: ``{"mixed_precision": "train.yaml:3"}``."""
 
     @property
     def processes_total(self) -> int | None:
@@ -115,6 +118,7 @@ def plan_launch(
         precision=run.mixed_precision,
         quiet=quiet,
         config=run,
+        origins={name: str(resolved.origin(name)) for name in field_names()},
     )
 
 

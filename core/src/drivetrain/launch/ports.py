@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["free_port", "port_is_free"]
+__all__ = ["free_port", "is_port_in_use", "port_is_free"]
 
 
 def free_port() -> int:
@@ -19,6 +19,11 @@ def port_is_free(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Whether something listens on a port of this machine already; None: on 29500, torch's usual one."""
+    return not port_is_free(29500 if port is None else int(port))
 
 
 def _bind(host: str, port: int) -> int:

@@ -22,7 +22,7 @@ from drivetrain.binding import Hooks, Origin
 from drivetrain.errors import ConfigError, PluginError, PluginNotFoundError
 from drivetrain.launch.environment import merge_environment
 from drivetrain.launch.plan import LaunchPlan
-from drivetrain.runtime import choose_backend, choose_device, create
+from drivetrain.runtime import capabilities, choose_backend, choose_device, create, precision_name
 
 if TYPE_CHECKING:
     from drivetrain.config import Resolved
@@ -61,7 +61,7 @@ def prepare(resolved: Resolved, plan: LaunchPlan) -> Prepared:
     plan = attrs.evolve(plan, backend=backend.name)
     precision = _precision(resolved)
     hooks = _hooks(resolved, [device, backend, *([precision] if precision else [])])
-    _check_many(hooks, plan, resolved)
+    _check_many(hooks, backend, plan, resolved)
     plan = attrs.evolve(plan, environment=_environment(hooks, plan))
     return Prepared(plan, hooks, (*notes, *said))
 
@@ -82,8 +82,6 @@ class _LauncherDefaults:
         return {}
 
     def process_count(self, plan: LaunchPlan) -> int:
-        if isinstance(plan.config.gpu_ids, list):
-            return len(plan.config.gpu_ids)
         from drivetrain.defaults import process_count
 
         return process_count(plan)
@@ -98,16 +96,20 @@ def _hooks(resolved: Resolved, entries: Iterable[Entry]) -> Hooks:
 
 
 def _process_count(hooks: Hooks, plan: LaunchPlan) -> int:
+    if isinstance(plan.config.gpu_ids, list):  # whoever named the devices has said how many, whatever kind they are
+        return len(plan.config.gpu_ids)
     count: Any = hooks.process_count(plan=plan)
     if not isinstance(count, int) or count < 1:
         raise PluginError(f"process_count of {hooks.owner('process_count')} must be a number from 1, got {count!r}")
     return count
 
 
-def _check_many(hooks: Hooks, plan: LaunchPlan, resolved: Resolved) -> None:
+def _check_many(hooks: Hooks, entry: Entry, plan: LaunchPlan, resolved: Resolved) -> None:
     """Refuse several processes for a backend that works with one, before they find out one by one."""
     backend: Any = hooks.plugin("backend")
-    if plan.processes_total == 1 or backend.capabilities.many_processes or hooks.owner("launch") is not None:
+    launcher = hooks.owner("launch")
+    its_own = launcher is not None and launcher.role == "backend"
+    if plan.processes_total == 1 or its_own or capabilities(entry, backend).many_processes:
         return
     raise ConfigError(
         f"num_processes={plan.processes_total} ({resolved.origin('num_processes')}), but backend {plan.backend!r} "
@@ -118,7 +120,7 @@ def _check_many(hooks: Hooks, plan: LaunchPlan, resolved: Resolved) -> None:
 
 def _precision(resolved: Resolved) -> Entry | None:
     """The precision asked for; None for a family, whose member depends on a device that only workers touch."""
-    name = resolved.run.mixed_precision
+    name = precision_name(resolved)
     try:
         return registry.find("precision", name, where=resolved.origin("mixed_precision").where)
     except PluginNotFoundError:

@@ -51,10 +51,13 @@ class Processes:
     first: Fault | None = None
     stopped: tuple[int, ...] = ()
     """Ranks that still ran when the launcher stopped them."""
+    ended: tuple[int, ...] = ()
+    """Ranks that had ended well by the time the first one failed."""
 
     def begin(self, attempt: int, ranks: Mapping[int, subprocess.Popen[Any]]) -> None:
         """Watch the processes of a new attempt, by rank."""
-        self.attempt, self.ranks, self.first, self.stopped = attempt, ranks, None, ()
+        self.attempt, self.ranks, self.first = attempt, ranks, None
+        self.stopped = self.ended = ()
 
     def check(self) -> None:
         """Look at all ranks. If one has failed, keep how the first one did, and stop the others."""
@@ -68,8 +71,17 @@ class Processes:
             if (code := process.poll())
         ]
         if dead:
-            self.first = first_fault(self.folder, self.attempt, dead)
+            self.ended = tuple(rank for rank, process in self.ranks.items() if process.poll() == 0)
+            self.first = first_fault(self.folder, self.attempt, [*dead, *self._dying(dead)])
             self.stop(None)
+
+    def _dying(self, dead: Sequence[Death]) -> Iterator[Death]:
+        """Ranks that reported how they failed and have not ended yet: they may have been first, and end more slowly."""
+        gone = {death.rank for death in dead}
+        for rank, report in reports(self.folder, self.attempt).items():
+            process = self.ranks.get(rank)
+            if process is not None and rank not in gone and report["pid"] == process.pid:
+                yield Death(rank=rank, pid=process.pid, code=report["exit_code"], time=report["time"])
 
     def _end_lingering(self) -> None:
         """Kill ranks that reported how they failed but hang while they end, in a thread that never stops, say."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from drivetrain.plugin import Check
 
 __all__ = ["GeneralTracker", "NoTracker", "on_main_process"]
 
@@ -31,6 +34,11 @@ class GeneralTracker:
     """Whether the main process alone has one. If not, each process has one of its own."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Requirements of its engine (PEP 508), checked before it is used."""
+
+    @classmethod
+    def checks(cls) -> Iterable[Check]:
+        """Rows for ``drivetrain doctor``, beside those on :attr:`requires`. Must not raise, nor reach for a service."""
+        return ()
 
     def __init__(self, run_name: str, **options: Any) -> None:
         self.run_name = run_name

@@ -1,0 +1,157 @@
+"""What the Accelerator is given, and the state of the process that it starts."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import drivetrain
+from core.tests.scalar import numbers
+from drivetrain import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientState,
+    PartialState,
+    state,
+)
+from drivetrain.errors import StateConflictError
+from drivetrain.handlers import TorchDynamoPlugin
+
+pytestmark = pytest.mark.usefixtures("fresh_run")
+
+
+def test_a_second_accelerator_shares_the_run_and_keeps_its_own_count() -> None:
+    first = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    second = Accelerator()
+    assert second.run is first.run
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (4, 1)
+    assert GradientState().num_steps == 1
+
+
+def test_a_conflicting_second_accelerator_names_both_values() -> None:
+    Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(StateConflictError, match=r"bf16.*fp16"):
+        Accelerator(mixed_precision="fp16")
+
+
+def test_nothing_is_written_to_the_environment() -> None:
+    before = dict(os.environ)
+    Accelerator(cpu=True, mixed_precision="bf16")
+    state.reset()
+    assert Accelerator().mixed_precision == "no"
+    assert dict(os.environ) == before
+
+
+def test_an_unclaimed_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="magic_plugin"):
+        Accelerator(cpu=True, magic_plugin=1)
+
+
+def test_partial_state_answers_without_an_accelerator() -> None:
+    one = PartialState(cpu=True)
+    assert (one.num_processes, one.process_index, one.is_main_process, one.device.type) == (1, 0, True, "cpu")
+    assert one.on_main_process(lambda: 3)() == 3
+    assert one.on_process(lambda: 3, process_index=1)() is None
+
+
+def test_gradient_state_follows_the_loader() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = accelerator.prepare(numbers(3))
+    view = GradientState()
+    ends = [(view.end_of_dataloader, view.sync_gradients, view.in_dataloader) for _ in loader]
+    assert ends == [(False, False, True), (False, True, True), (True, True, True)]
+    assert not view.in_dataloader
+
+
+def test_public_names_are_all_there() -> None:
+    for name in drivetrain.__all__:
+        assert getattr(drivetrain, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        drivetrain.no_such_name
+
+
+def test_deepcopy_of_an_accelerator_is_itself() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert copy.deepcopy(accelerator) is accelerator
+
+
+def test_non_blocking_copies_are_asked_for_where_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    to = torch.Tensor.to
+
+    def watched(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        asked.append(options.get("non_blocking") is True)
+        return to(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    for wanted in (True, False):
+        state.reset()
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=wanted))
+        loader = accelerator.prepare(numbers(1))
+        asked.clear()
+        next(iter(loader))
+        assert asked == [wanted]
+
+
+# ---------------------------------------------------------------------------------------------------------- compiling
+
+
+def compiled_with(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[dict[str, Any]]:
+    """What ``torch.compile``'s in-place form was called with while a model was prepared."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: calls.append(options))
+    Accelerator(cpu=True, **arguments).prepare(nn.Linear(1, 1))
+    return calls
+
+
+def test_a_compiler_is_chosen_by_its_name_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    (options,) = compiled_with(monkeypatch, dynamo_backend="AOT_EAGER")
+    assert options["backend"] == "aot_eager"
+
+
+def test_a_compiling_plugin_says_how_models_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = TorchDynamoPlugin(backend="eager", mode="default", dynamic=True)
+    (options,) = compiled_with(monkeypatch, dynamo_plugin=plugin)
+    assert options == {"backend": "eager", "mode": "default", "dynamic": True, "fullgraph": False}
+    state.reset()
+    assert compiled_with(monkeypatch, kwargs_handlers=[TorchDynamoPlugin(backend="eager")])[0]["backend"] == "eager"
+
+
+@pytest.mark.parametrize(
+    "given", [{"dynamo_plugin": TorchDynamoPlugin(disable=True)}, {"dynamo_backend": "no"}], ids=["disable", "no"]
+)
+def test_compilation_that_is_configured_can_be_switched_off_in_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("compile: {backend: eager}\n")
+    assert len(compiled_with(monkeypatch, config_file=file)) == 1
+    state.reset()
+    assert compiled_with(monkeypatch, config_file=file, **given) == []
+
+
+def test_a_compiling_plugin_that_says_nothing_leaves_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert compiled_with(monkeypatch, dynamo_plugin=TorchDynamoPlugin()) == []
+    state.reset()
+    file = tmp_path / "c.yaml"
+    file.write_text("compile: {backend: eager, fullgraph: true}\n")
+    (options,) = compiled_with(monkeypatch, config_file=file, dynamo_plugin=TorchDynamoPlugin(mode="default"))
+    assert options == {"backend": "eager", "fullgraph": True, "mode": "default"}
+
+
+def test_a_compiler_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="two TorchDynamoPlugin; give one"):
+        Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+
+
+def test_compiling_by_regions_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"call block.compile\(\) for each repeated block"):
+        TorchDynamoPlugin(use_regional_compilation=True)
