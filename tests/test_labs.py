@@ -62,6 +62,9 @@ LOOP = """
     if accelerator.is_main_process:
         print(f"losses: {len(all_losses)}, mean {all_losses.mean().item():.6f}")
     accelerator.print(f"trained by {accelerator.run.names['backend']}")
+    state = [value for entries in optimizer.state.values() for value in entries.values() if torch.is_tensor(value)]
+    held = [each.to_local() if hasattr(each, "to_local") else each for each in [*model.parameters(), *state]]
+    accelerator.print(f"holding {sum(each.numel() * each.element_size() for each in held)} bytes")
     accelerator.print("done")                        # prints on the main process only
 """
 
@@ -217,17 +220,38 @@ def test_lab_4_four_micro_batches_are_one_big_batch(shell: Shell) -> None:
     assert found["rates"] == ["True"]
 
 
-def backends_for_many() -> list[str]:
-    """Installed backends that several processes can use."""
+WHOLE = 3 * 4 * (8 * 32 + 32 + 32 * 3 + 3)
+"""Bytes of the loop's model, and of the two numbers that AdamW keeps for each of its parameters."""
+
+
+def backends_for_many() -> dict[str, bool]:
+    """Installed backends that several processes can use, and whether each process holds a part of the parameters."""
     loaded, _ = registry.load_all("backend")
-    return [name for name, found in loaded.items() if found().capabilities.many_processes]
+    claims = {name: found().capabilities for name, found in loaded.items()}
+    return {name: claimed.shards_params for name, claimed in claims.items() if claimed.many_processes}
 
 
-@pytest.mark.parametrize("flag", ["--multi_gpu", *(f"--use_{name}" for name in backends_for_many())])
-def test_lab_5_another_backend_the_same_script(shell: Shell, flag: str) -> None:
+def holding(done: subprocess.CompletedProcess[str]) -> int:
+    """Bytes of model and optimizer state on rank 0."""
+    found = re.search(r"holding (\d+) bytes", done.stdout)
+    assert found is not None
+    return int(found.group(1))
+
+
+def test_lab_5_every_process_holds_the_model_where_none_is_named(shell: Shell) -> None:
     shell.write(LOOP)
-    done = shell.run("drivetrain", "launch", "--cpu", flag, "--num_processes", "2", "train.py")
+    done = shell.run("drivetrain", "launch", "--cpu", "--multi_gpu", "--num_processes", "2", "train.py")
     assert "rank 0 of 2 on cpu" in done.stdout
     assert "losses: 2," in done.stdout
-    if flag.startswith("--use_"):
-        assert f"trained by {flag.removeprefix('--use_')}" in done.stdout
+    assert holding(done) >= WHOLE
+
+
+@pytest.mark.parametrize(("backend", "shards"), backends_for_many().items())
+def test_lab_5_another_backend_the_same_script(shell: Shell, backend: str, shards: bool) -> None:
+    shell.write(LOOP)
+    done = shell.run("drivetrain", "launch", "--cpu", f"--use_{backend}", "--num_processes", "2", "train.py")
+    assert "rank 0 of 2 on cpu" in done.stdout
+    assert "losses: 2," in done.stdout
+    assert f"trained by {backend}" in done.stdout
+    if shards:
+        assert holding(done) < 0.6 * WHOLE  # a half, but for rows that can't be divided

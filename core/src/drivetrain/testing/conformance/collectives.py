@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,17 @@ def on_device(accelerator: Any, values: Any, dtype: str) -> Tensor | None:
         return None
 
 
-def gather(dtype: str) -> list[Any]:
-    """Gather a vector, a 0-d tensor, an empty one and one that is not contiguous."""
+def gather(dtypes: Sequence[str]) -> dict[str, list[Any]]:
+    """Gather tensors of every dtype that the device has."""
     from drivetrain import Accelerator
 
     accelerator = Accelerator()
+    found = {dtype: _gather(accelerator, dtype) for dtype in dtypes}
+    return {dtype: values for dtype, values in found.items() if values}
+
+
+def _gather(accelerator: Any, dtype: str) -> list[Any]:
+    """A vector, a 0-d tensor, an empty one and one that is not contiguous."""
     rank = accelerator.process_index
     vector = on_device(accelerator, [rank, rank + 1], dtype)
     if vector is None:
@@ -44,29 +51,35 @@ def gather(dtype: str) -> list[Any]:
 
 @checks("gather joins tensors of all ranks in rank order, of every dtype and layout")
 def gathers(subject: Subject) -> None:
-    ranks = range(subject.size)
-    for dtype in _DTYPES:
-        as_type = {"bool": bool, "float": float}.get(dtype.rstrip("0123456789").replace("bfloat", "float"), int)
-        pairs = [[as_type(rank), as_type(rank + 1)] for rank in ranks]
-        double = (lambda value: value) if dtype == "bool" else (lambda value: value * 2)
-        right = [
-            [value for pair in pairs for value in pair],
-            [pair[0] for pair in pairs],
-            [],
-            [[value, double(value)] for pair in pairs for value in pair],
-        ]
-        for rank, found in enumerate(subject.run(gather, dtype)):
-            if found:
-                expect(found[0], right, f"gather of {dtype} on rank {rank}")
-                expect(found[1], [f"torch.{dtype}"] * 4, f"dtypes gathered from {dtype} on rank {rank}")
-                expect(found[2], True, f"the argument of gather stays as it was ({dtype}, rank {rank})")
+    for rank, everything in enumerate(subject.run(gather, _DTYPES)):
+        for dtype, (values, dtypes, kept) in everything.items():
+            expect(values, _gathered(dtype, subject.size), f"gather of {dtype} on rank {rank}")
+            expect(dtypes, [f"torch.{dtype}"] * 4, f"dtypes gathered from {dtype} on rank {rank}")
+            expect(kept, True, f"the argument of gather stays as it was ({dtype}, rank {rank})")
 
 
-def reduce(dtype: str) -> dict[str, Any]:
-    """Reduce a vector and a 0-d tensor by every operation."""
+def _gathered(dtype: str, size: int) -> list[Any]:
+    as_type = {"bool": bool, "float": float}.get(dtype.rstrip("0123456789").replace("bfloat", "float"), int)
+    pairs = [[as_type(rank), as_type(rank + 1)] for rank in range(size)]
+    double = (lambda value: value) if dtype == "bool" else (lambda value: value * 2)
+    return [
+        [value for pair in pairs for value in pair],
+        [pair[0] for pair in pairs],
+        [],
+        [[value, double(value)] for pair in pairs for value in pair],
+    ]
+
+
+def reduce(dtypes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Reduce tensors of every dtype that the device has."""
     from drivetrain import Accelerator
 
     accelerator = Accelerator()
+    return {dtype: _reduce(accelerator, dtype) for dtype in dtypes}
+
+
+def _reduce(accelerator: Any, dtype: str) -> dict[str, Any]:
+    """A vector and a 0-d tensor, by every operation."""
     rank = accelerator.process_index
     vector = on_device(accelerator, [rank + 1, 4 * (rank + 1)], dtype)
     if vector is None:
@@ -82,8 +95,8 @@ def reduce(dtype: str) -> dict[str, Any]:
 def reduces(subject: Subject) -> None:
     ranks = [rank + 1 for rank in range(subject.size)]
     right = {"sum": sum(ranks), "max": max(ranks), "min": 1, "mean": sum(ranks) / len(ranks)}
-    for dtype in _DTYPES[:-1]:
-        for rank, found in enumerate(subject.run(reduce, dtype)):
+    for rank, everything in enumerate(subject.run(reduce, _DTYPES[:-1])):
+        for dtype, found in everything.items():
             expect(found.pop("kept", True), True, f"the argument of reduce stays as it was ({dtype}, rank {rank})")
             for op, values in found.items():
                 expect(values, [[right[op], 4 * right[op]], right[op]], f"reduce({op}) of {dtype} on rank {rank}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -57,12 +57,17 @@ class Epoch:
     device: str
 
 
-def epoch(count: int, stream: bool, shuffle: bool, epochs: int = 1) -> list[Epoch]:
-    """Iterate a prepared loader, and gather what a metric would."""
+def iterate(counts: Sequence[int], stream: bool, shuffle: bool, epochs: int = 1) -> list[list[Epoch]]:
+    """Iterate prepared loaders of so many samples; their epochs."""
     from drivetrain import Accelerator, set_seed
 
     set_seed(5)
     accelerator = Accelerator()
+    return [_epochs(accelerator, count, stream, shuffle, epochs) for count in counts]
+
+
+def _epochs(accelerator: Any, count: int, stream: bool, shuffle: bool, epochs: int) -> list[Epoch]:
+    """Iterate one, and gather what a metric would."""
     data: Any = Stream(count) if stream else Counted(count)
     loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=shuffle))
     found = []
@@ -102,22 +107,26 @@ def _counts(subject: Subject) -> list[int]:
 
 @checks("each sample of a map is seen once in an epoch, and metrics are exact, also where the length is uneven")
 def maps(subject: Subject) -> None:
-    for count in _counts(subject):
-        for epochs in zip(*subject.run(epoch, count, False, True, 2), strict=True):
+    _check_epochs(subject, _counts(subject), subject.run(iterate, _counts(subject), False, True, 2))
+
+
+def _check_epochs(subject: Subject, counts: Sequence[int], ranks: Sequence[Sequence[Sequence[Epoch]]]) -> None:
+    for count, *loader in zip(counts, *ranks, strict=True):
+        for epochs in zip(*loader, strict=True):
             _check_epoch(subject, list(epochs), count)
 
 
 @checks("an epoch that is shuffled has another order than the one before it, the same on all ranks")
 def shuffled(subject: Subject) -> None:
-    first, second = subject.run(epoch, 64, False, True, 2)[0]
+    [[first, second]] = subject.run(iterate, [64], False, True, 2)[0]
     if first.gathered == second.gathered or first.gathered == list(range(64)):
         raise Violation("shuffle=True, but two epochs have the same order")
 
 
 @checks("each sample of a stream is seen once, and metrics are exact")
 def streams(subject: Subject) -> None:
-    for count in _counts(subject)[1:]:
-        _check_epoch(subject, [found[0] for found in subject.run(epoch, count, True, False)], count)
+    counts = _counts(subject)[1:]
+    _check_epochs(subject, counts, subject.run(iterate, counts, True, False))
 
 
 # --------------------------------------------------------------------------------------------------- uneven inputs

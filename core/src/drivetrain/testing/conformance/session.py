@@ -206,9 +206,9 @@ class Conformance:
     def _pool(self) -> WorkerPool:
         if self._environment is None:
             self._environment = self._wanted_environment()
-        # One more than the largest world: a checkpoint may be loaded by another number of processes.
+        # Up to twice the largest world: a checkpoint may be loaded by another number of processes.
         plugins = (self.suite.backend, self.suite.device)
-        return self._workers.get(self.sizes[-1] + 1, self._environment, plugins)
+        return self._workers.get(2 * self.sizes[-1], self._environment, plugins)
 
     def _wanted_environment(self) -> dict[str, str]:
         """What the plugins' hooks want worker processes to start with, as the launcher would ask."""
@@ -237,7 +237,7 @@ class Conformance:
 def _out_of_reach(check: ConformanceCheck, world: _World) -> str:
     """Why a check can't run in a world, for reasons that another check reports."""
     if world.trouble:
-        return "the world does not come up"
+        return f"the world does not come up: {world.trouble.splitlines()[0]}"
     if world.refusal and check.group != "precision":
         return f"the precision refuses this backend or device: {world.refusal}"
     return ""

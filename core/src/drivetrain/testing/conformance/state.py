@@ -22,6 +22,7 @@ from drivetrain.testing.conformance.checks import CheckList, Violation, expect
 from drivetrain.testing.conformance.launching import LAUNCHED, launch
 from drivetrain.testing.conformance.recipes import WIDTH, Samples, compare, full_weights, mlp
 from drivetrain.testing.conformance.subject import Subject
+from drivetrain.testing.conformance.world import refusal
 
 __all__ = ["checks"]
 
@@ -181,7 +182,16 @@ def own_format(subject: Subject) -> str | None:
         return "the backend works with one process only"
     if not subject.facts.capabilities.resharding and "load_state" not in subject.facts.owners:
         return "resharding is not claimed, and checkpoints have the core's own format"
+    if another_size(subject) is None:
+        return f"no other number of processes can be had here: {refusal(subject, subject.size + 1)}"
     return None
+
+
+def another_size(subject: Subject) -> int | None:
+    """A number of processes that the settings allow too: one more if possible, else fewer, else up to twice as many."""
+    least = 1 if subject.facts.capabilities.one_process else 2
+    fewer, more = range(subject.size - 1, least - 1, -1), range(subject.size + 2, 2 * subject.size + 1)
+    return next((size for size in (subject.size + 1, *fewer, *more) if refusal(subject, size) is None), None)
 
 
 @checks(
@@ -190,7 +200,9 @@ def own_format(subject: Subject) -> str | None:
     where="largest world",
 )
 def resharding(subject: Subject) -> None:
-    for size, other in ((subject.size, subject.size + 1), (subject.size + 1, subject.size)):
+    another = another_size(subject)
+    assert another is not None, "own_format"
+    for size, other in ((subject.size, another), (another, subject.size)):
         folder = str(subject.folder / f"from-{size}")
         subject.run(same_everywhere, folder, "save", 3, size=size)
         loading = attrs.evolve(subject, size=other)

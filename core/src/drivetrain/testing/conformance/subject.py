@@ -15,12 +15,12 @@ from drivetrain.errors import ConfigError, PluginNotFoundError
 from drivetrain.plugin import Capabilities, Plugin, Policy
 from drivetrain.registry import Entry
 from drivetrain.testing.conformance.checks import Violation
-from drivetrain.testing.pool import WorkerError, WorkerPool
+from drivetrain.testing.pool import RemoteError, WorkerError, WorkerPool
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Facts", "Pair", "Subject", "Suite"]
+__all__ = ["Facts", "Pair", "Subject", "Suite", "class_of"]
 
 _KEYS = {"backend": "backend", "device": "device", "precision": "mixed_precision"}
 _TASK_TIMEOUT = 60.0
@@ -209,16 +209,14 @@ class Subject:
         Raises:
             Violation: It was not, or not on all ranks, or with another error.
         """
+        from drivetrain import errors
+
+        wanted = getattr(errors, error)
         try:
             self.run(task, *args)
         except WorkerError as raised:
-            kinds = {failure.type.rpartition(".")[2] for failure in raised.errors}
-            if len(raised.errors) == self.size and all(kind.endswith("Error") for kind in kinds):
-                from drivetrain import errors
-
-                wanted = getattr(errors, error)
-                if all(issubclass(getattr(errors, kind, Exception), wanted) for kind in kinds):
-                    return [raised.of(rank).message for rank in range(self.size)]
+            if len(raised.errors) == self.size and all(issubclass(class_of(one), wanted) for one in raised.errors):
+                return [raised.of(rank).message for rank in range(self.size)]
             raise Violation(
                 f"{what} should be refused with a {error} on all {self.size} rank(s), but "
                 f"{len(raised.errors)} raised: {raised.errors[0]}"
@@ -235,8 +233,17 @@ class Subject:
         """Largest relative deviation that is right."""
         if self.suite.tolerance is not None:
             return self.suite.tolerance
-        if self.compute_dtype is None:
+        narrowest = self.facts.policy.converted_dtype or self.compute_dtype
+        if narrowest is None:
             return 1e-4
         import torch
 
-        return min(max(1e-4, 12 * torch.finfo(self.compute_dtype).eps), _LOOSEST)
+        return min(max(1e-4, 12 * torch.finfo(narrowest).eps), _LOOSEST)
+
+
+def class_of(failure: RemoteError) -> type[BaseException]:
+    """Which of the library's errors a rank raised; ``Exception`` for any other."""
+    from drivetrain import errors
+
+    found: type[BaseException] = getattr(errors, failure.type.rpartition(".")[2], Exception)
+    return found

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain.testing.conformance.checks import CheckList, expect
+from drivetrain.testing.conformance.checks import CheckList, Violation, expect
 from drivetrain.testing.conformance.subject import Subject
 from drivetrain.testing.conformance.training import several_models
 
@@ -106,6 +106,30 @@ def dropped(subject: Subject) -> None:
     for spelling in SPELLINGS[::2]:
         found = subject.run(spell, spelling, [1.0, 64.0, 2.0], 0.0, 1, 64.0)[0]
         expect(found, [-1.0, -1.0, -3.0], f"w after x=1, a dropped x=64, and x=2 ({spelling}), from w=0")
+
+
+# -------------------------------------------------------------------------------------------------------- reduction
+
+
+def nothing_to_round(subject: Subject) -> str | None:
+    """Why it can't be told in which dtype gradients are reduced."""
+    policy = subject.facts.policy
+    if policy.reduce_dtype is None:
+        return "the precision leaves gradients in their own dtype while they are reduced"
+    if subject.facts.data_size == 1:
+        return "one shard has nothing to reduce"
+    if policy.compute_dtype is not None or policy.reduce_dtype.itemsize >= torch.float32.itemsize:
+        return f"gradients fit into {policy.reduce}, in which the precision has them reduced"
+    return None
+
+
+@checks("gradients are reduced in the dtype that the precision names", unclaimed=nothing_to_round)
+def reduced(subject: Subject) -> None:
+    dtype: Any = subject.facts.policy.reduce_dtype
+    gradient = 1.0 + torch.finfo(dtype).eps / 4
+    (found,) = subject.run(spell, SPELLINGS[0], [gradient], 0.0, 1)[0]
+    if torch.tensor(found).to(dtype).item() != found or abs(found + 1.0) > torch.finfo(dtype).eps:
+        raise Violation(f"w is {found!r} after a gradient of {gradient!r}, which is 1 in {dtype}, from w=0 with lr 1")
 
 
 # ---------------------------------------------------------------------------------------------------- loss scaling

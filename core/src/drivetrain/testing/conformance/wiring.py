@@ -72,6 +72,15 @@ def wire() -> Wired:
     )
 
 
+def wired(subject: Subject) -> list[Wired]:
+    """What each rank found. Looked at once for all checks of a world."""
+    key = f"what prepare returns to {subject.size}"
+    if key not in subject.shared:
+        subject.shared[key] = subject.run(wire)
+    found: list[Wired] = subject.shared[key]
+    return found
+
+
 def kind(thing: Any) -> str:
     """What it can be used as."""
     if isinstance(thing, nn.Module):
@@ -98,32 +107,32 @@ def alone() -> str:
 
 @checks("prepare returns everything in the order it was given, and one thing alone as itself")
 def order(subject: Subject) -> None:
-    for found in subject.run(wire):
+    for found in wired(subject):
         expect(found.kinds, ["loader", "optimizer", "str", "model", "scheduler"], "kinds of what prepare returned")
     expect(subject.run(alone), ["model"] * subject.size, "what prepare returned for one model")
 
 
 @checks("what was prepared is returned as it is when it is prepared again")
 def idempotent(subject: Subject) -> None:
-    for found in subject.run(wire):
+    for found in wired(subject):
         expect(found.same, [], "objects that became others when they were prepared again")
 
 
 @checks("unwrap_model gives a module with the parameter names of the user's own")
 def names(subject: Subject) -> None:
-    for found in subject.run(wire):
+    for found in wired(subject):
         expect(found.names, [name for name, _ in mlp().named_parameters()], "names of the unwrapped model's parameters")
 
 
 def users_optimizer(subject: Subject) -> str | None:
     """Why there is nothing to see in an optimizer: an engine's own may hold other views of what it trains."""
-    found: list[Wired] = subject.run(wire)
+    found: list[Wired] = wired(subject)
     return None if found[0].optimizer == SGD.__name__ else f"the engine has its own optimizer, {found[0].optimizer}"
 
 
 @checks("the optimizer holds the parameters that are trained, in the groups they were in", unclaimed=users_optimizer)
 def members(subject: Subject) -> None:
-    for rank, found in enumerate(subject.run(wire)):
+    for rank, found in enumerate(wired(subject)):
         if found.strangers:
             raise Violation(
                 f"on rank {rank} the optimizer holds {found.strangers} parameter(s) that are none of the prepared "
@@ -135,14 +144,14 @@ def members(subject: Subject) -> None:
 
 @checks("the model is on the device of the run")
 def placed(subject: Subject) -> None:
-    for found in subject.run(wire):
+    for found in wired(subject):
         expect(found.devices, {subject.facts.device}, "devices of the prepared model's parameters")
 
 
 @checks("a rank holds a part of the parameters where sharding is claimed, and else all of them")
 def shards(subject: Subject) -> None:
     whole = sum(parameter.numel() for parameter in mlp().parameters())
-    held = [found.local for found in subject.run(wire)]
+    held = [found.local for found in wired(subject)]
     if not subject.facts.capabilities.shards_params:
         expect(held, [whole] * subject.size, "parameter elements on each rank (shards_params is not claimed)")
     elif subject.size > 1 and (max(held) >= whole or sum(held) < whole):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from drivetrain.errors import CollectiveError, DrivetrainError
 from drivetrain.testing.conformance.checks import CheckList, Violation, expect
-from drivetrain.testing.conformance.subject import Facts, Pair, Subject
+from drivetrain.testing.conformance.subject import Facts, Pair, Subject, class_of
+from drivetrain.testing.pool import WorkerError
 
-__all__ = ["checks", "look", "pairs"]
+__all__ = ["checks", "look", "pairs", "refusal"]
 
 checks = CheckList("world")
 
@@ -50,16 +52,36 @@ def pairs(precisions: list[str]) -> dict[str, Pair]:
     backend, device = (create(entry, resolved) for entry in chosen)
     for entry, plugin in zip(chosen, (backend, device), strict=True):
         hooks.register(plugin, Origin(entry.role, entry.name, entry.distribution, entry.version))
-    device_type: Any = hooks.device(topology=topology).type
+    on: Any = hooks.device(topology=topology)
+    dtypes: Any = hooks.compute_dtypes(device=on)
     found = {}
     for name in precisions:
         try:
             precision = create(registry.find("precision", name), resolved)
+            reason = registry.refusal(precision, backend.capabilities, on.type, dtypes)
         except PluginError as error:
             found[name] = Pair(broken=str(error))
         else:
-            found[name] = Pair(registry.refusal(precision, backend.capabilities, device_type))
+            found[name] = Pair(reason or backend.refuses(precision.policy, on.type))
     return found
+
+
+def refusal(subject: Subject, size: int) -> str | None:
+    """Why the plugins can't be had with that many processes, by their own word; None: the world comes up.
+
+    Settings may rule a size out, and a machine may have no more devices. A rank that is lost is no refusal.
+    """
+    found: dict[int, str | None] = subject.shared.setdefault("refusals by size", {})
+    if size not in found:
+        try:
+            subject.run(look, size=size)
+            found[size] = None
+        except WorkerError as error:
+            kind = class_of(error.errors[0])
+            if not issubclass(kind, DrivetrainError) or issubclass(kind, CollectiveError):
+                raise
+            found[size] = error.errors[0].message
+    return found[size]
 
 
 @checks("the run comes up with the plugins that were asked for")
