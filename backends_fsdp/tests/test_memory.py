@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,91 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-WIDTH, CLASSES, ROWS = 6, 3, 4
-VERSIONS = ["fsdp", "fsdp1"]
-BOTH = pytest.mark.parametrize("backend", VERSIONS)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Sizes that no number of ranks above one divides, a scalar, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.register_buffer("shift", torch.randn(CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale + self.shift
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, 5, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
-
-
-def joined(numbers: list[int]) -> tuple[Tensor, Tensor]:
-    batches = [batch(number) for number in numbers]
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def full(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def settings(backend: str, precision: str = "no", **section: Any) -> dict[str, Any]:
-    return {"backend": backend, "device": "cpu", "mixed_precision": precision, backend: section}
-
-
-UNITS = {"transformer_classes": "Block"}
-
-
-def by_hand(steps: int) -> dict[str, Tensor]:
-    """Two ranks' training, in one process."""
-    model = net()
-    optimizer = sgd(model)
-    for step in range(steps):
-        x, y = joined([2 * step, 2 * step + 1])
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
+from backends_fsdp.tests.recipes import (
+    BOTH,
+    UNITS,
+    batch,
+    by_hand,
+    close,
+    full,
+    joined,
+    net,
+    settings,
+    sgd,
+    train_steps,
+)
 
 # ----------------------------------------------------------------------------------------------------- it really shards
 
@@ -112,8 +39,8 @@ class Wide(nn.Module):
         return x
 
 
-def held_bytes() -> tuple[int, int]:
-    """Bytes of the memory behind this rank's parameters, and behind its optimizer state."""
+def held_bytes() -> tuple[int, int, bool]:
+    """Bytes of the memory behind this rank's parameters, and behind its optimizer state; whether parts are claimed."""
     from drivetrain import Accelerator
 
     accelerator = Accelerator()
@@ -129,7 +56,7 @@ def held_bytes() -> tuple[int, int]:
         return sum(behind.values())
 
     state = [value for entries in optimizer.state.values() for value in entries.values() if value.dim()]
-    return memory(model.parameters()), memory(state)
+    return memory(model.parameters()), memory(state), accelerator.run.capabilities.shards_params
 
 
 @pytest.mark.parametrize(
@@ -138,6 +65,7 @@ def held_bytes() -> tuple[int, int]:
         ("fsdp", 2, {}, 2),
         ("fsdp", 4, {"transformer_classes": "Linear"}, 4),
         ("fsdp", 4, {"replicate_size": 2}, 2),
+        ("fsdp", 2, {"replicate_size": 2}, 1),
         ("fsdp1", 2, {}, 2),
         ("fsdp1", 4, {"transformer_classes": "Linear"}, 4),
         ("fsdp1", 4, {"replicate_size": 2}, 2),
@@ -148,7 +76,7 @@ def test_parameters_and_optimizer_state_of_a_rank_take_a_part_of_the_memory(
     worker_pool: Any, backend: str, ranks: int, section: dict[str, Any], parts: int
 ) -> None:
     whole = 3 * 64 * 64 * 4
-    expected = (whole // parts, 2 * whole // parts)
+    expected = (whole // parts, 2 * whole // parts, parts > 1)
     assert worker_pool(ranks).run(held_bytes, config=settings(backend, **section)) == [expected] * ranks
 
 
@@ -213,7 +141,7 @@ def test_models_built_on_rank_0_alone_are_completed_by_prepare(worker_pool: Any,
     section = {**UNITS, "cpu_ram_efficient_loading": True}
     first, second = worker_pool(2).run(meta_model, config=settings(backend, **section))
     assert (first[0], second[0]) == ({False}, {True})
-    close(first[1], by_hand(1))
+    close(first[1], by_hand(1).weights)
     assert first[2:] == second[2:] == [False, [1.0, 1.0, 1.0]]
 
 
@@ -230,11 +158,7 @@ def prepare_with_state() -> Any:
     optimizer.zero_grad()
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer)
-    for step in range(2):
-        x, y = batch(2 * step + accelerator.process_index)
-        accelerator.backward(cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(accelerator, model, optimizer, 2)
     return full(accelerator, model)
 
 

@@ -3,97 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-WIDTH, CLASSES, ROWS = 6, 3, 4
-VERSIONS = ["fsdp", "fsdp1"]
-BOTH = pytest.mark.parametrize("backend", VERSIONS)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Sizes that no number of ranks above one divides, a scalar, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.register_buffer("shift", torch.randn(CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale + self.shift
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, 5, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
-
-
-def joined(numbers: list[int]) -> tuple[Tensor, Tensor]:
-    batches = [batch(number) for number in numbers]
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def full(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def settings(backend: str, precision: str = "no", **section: Any) -> dict[str, Any]:
-    return {"backend": backend, "device": "cpu", "mixed_precision": precision, backend: section}
-
-
-UNITS = {"transformer_classes": "Block"}
-
-
-def by_hand(steps: int) -> dict[str, Tensor]:
-    """Two ranks' training, in one process."""
-    model = net()
-    optimizer = sgd(model)
-    for step in range(steps):
-        x, y = joined([2 * step, 2 * step + 1])
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
+from backends_fsdp.tests.recipes import (
+    BOTH,
+    UNITS,
+    VERSIONS,
+    batch,
+    by_hand,
+    close,
+    full,
+    joined,
+    net,
+    settings,
+    sgd,
+    train_steps,
+)
+from drivetrain.builtin import No
+from drivetrain.plugin import Policy
 
 # ------------------------------------------------------------------------------------------------------- number formats
 
@@ -136,7 +69,7 @@ def test_mixed_precision_computes_in_halves_over_fp32_weights(
     weights, dtypes = worker_pool(2).run(half, 5, config=config)[0]
     narrow = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
     assert dtypes == {"inside": narrow, "master": "torch.float32", "outputs": "torch.float32", "autocast": narrow}
-    close(weights, by_hand(5), 0.03)
+    close(weights, by_hand(5).weights, 0.03)
 
 
 def reduced_in() -> float:
@@ -160,6 +93,51 @@ def reduced_in() -> float:
 def test_gradients_are_added_up_and_reduced_in_fp32(worker_pool: Any, section: dict[str, Any]) -> None:
     found = worker_pool(2).run(reduced_in, config=settings("fsdp", "bf16", **section))[0]
     assert found == -(2**-12)
+
+
+def reduced_by_policy() -> float:
+    """A gradient of 1 + 2^-9, which is 1 in bfloat16, on every rank."""
+    from drivetrain import Accelerator
+
+    with mock.patch.object(No, "policy", Policy(reduce="bfloat16", output=None)):
+        accelerator = Accelerator()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.full((1, 1), 1 + 2**-9)).sum())
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    return state["weight"].item() if state else -1.0
+
+
+@BOTH
+@pytest.mark.parametrize(("ranks", "section"), [(2, {}), (4, {"replicate_size": 2})], ids=["2", "2x2"])
+def test_gradients_are_reduced_in_the_dtype_of_the_precision(
+    worker_pool: Any, backend: str, ranks: int, section: dict[str, Any]
+) -> None:
+    assert worker_pool(ranks).run(reduced_by_policy, config=settings(backend, **section)) == [-1.0] * ranks
+
+
+def losses_and_norms() -> list[Any]:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    return train_steps(accelerator, model, optimizer, 4, clip=0.5)
+
+
+@BOTH
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_and_norms_under_mixed_precision_are_those_of_ddp(
+    worker_pool: Any, backend: str, precision: str
+) -> None:
+    scale = {"fp16": {"init_scale": 256.0}}
+    ours, theirs = (
+        worker_pool(2).run(losses_and_norms, config={**config, **scale})
+        for config in (settings(backend, precision, **UNITS), settings("ddp", precision))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def narrow_model() -> list[str]:
@@ -198,11 +176,14 @@ def overflow(which: list[str]) -> Any:
 
 
 @BOTH
+@pytest.mark.parametrize(("ranks", "section"), [(2, {}), (4, {"replicate_size": 2})], ids=["2", "2x2"])
 @pytest.mark.parametrize("which", [["scale"], ["head.bias"], ["first.bias", "blocks.0.inner.weight", "head.weight"]])
-def test_an_overflow_on_one_rank_skips_the_update_on_all(worker_pool: Any, backend: str, which: list[str]) -> None:
-    config = {**settings(backend, "fp16", **UNITS), "fp16": {"init_scale": 256.0}}
-    found = worker_pool(2).run(overflow, which, config=config)
-    assert [rank[:2] for rank in found] == [([False, True, False], 128.0)] * 2
+def test_an_overflow_on_one_rank_skips_the_update_on_all(
+    worker_pool: Any, backend: str, which: list[str], ranks: int, section: dict[str, Any]
+) -> None:
+    config = {**settings(backend, "fp16", **UNITS, **section), "fp16": {"init_scale": 256.0}}
+    found = worker_pool(ranks).run(overflow, which, config=config)
+    assert [rank[:2] for rank in found] == [([False, True, False], 128.0)] * ranks
     start = net().state_dict()
     for name, value in found[0][2].items():
         assert torch.isfinite(value).all()
@@ -250,11 +231,7 @@ def checkpointed(steps: int) -> Any:
     accelerator = Accelerator()
     model = net()
     model, optimizer = accelerator.prepare(model, sgd(model))
-    for step in range(steps):
-        x, y = batch(2 * step + accelerator.process_index)
-        accelerator.backward(cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(accelerator, model, optimizer, steps)
     return full(accelerator, model)
 
 

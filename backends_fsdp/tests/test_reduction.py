@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,89 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-WIDTH, CLASSES, ROWS = 6, 3, 4
-VERSIONS = ["fsdp", "fsdp1"]
-BOTH = pytest.mark.parametrize("backend", VERSIONS)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Sizes that no number of ranks above one divides, a scalar, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.register_buffer("shift", torch.randn(CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale + self.shift
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, 5, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
-
-
-def joined(numbers: list[int]) -> tuple[Tensor, Tensor]:
-    batches = [batch(number) for number in numbers]
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def full(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def settings(backend: str, precision: str = "no", **section: Any) -> dict[str, Any]:
-    return {"backend": backend, "device": "cpu", "mixed_precision": precision, backend: section}
-
-
-UNITS = {"transformer_classes": "Block"}
-
-
-def by_hand(steps: int) -> dict[str, Tensor]:
-    """Two ranks' training, in one process."""
-    model = net()
-    optimizer = sgd(model)
-    for step in range(steps):
-        x, y = joined([2 * step, 2 * step + 1])
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
+from backends_fsdp.tests.recipes import (
+    BOTH,
+    UNITS,
+    batch,
+    by_hand,
+    close,
+    full,
+    joined,
+    net,
+    settings,
+    sgd,
+)
 
 # --------------------------------------------------------------------------------------------------------- accumulation
 
@@ -183,14 +111,14 @@ def drop_a_group() -> Any:
 @BOTH
 def test_zero_grad_drops_what_was_not_reduced_yet(worker_pool: Any, backend: str) -> None:
     found = worker_pool(2).run(drop_a_group, config=settings(backend, **UNITS))
-    close(found[0], by_hand(1))
+    close(found[0], by_hand(1).weights)
 
 
 @BOTH
 def test_zero_grad_drops_what_was_added_up_in_another_dtype(worker_pool: Any, backend: str) -> None:
     section = {**UNITS, "mixed_precision_policy": {"param_dtype": "bfloat16"}}
     found = worker_pool(2).run(drop_a_group, config=settings(backend, "bf16", **section))
-    close(found[0], by_hand(1), 0.02)
+    close(found[0], by_hand(1).weights, 0.02)
 
 
 def trigger() -> Any:
@@ -210,7 +138,7 @@ def trigger() -> Any:
 
 @BOTH
 def test_gradients_can_be_reduced_in_backward_after_a_forward_that_was_not_to(worker_pool: Any, backend: str) -> None:
-    close(worker_pool(2).run(trigger, config=settings(backend, **UNITS))[0], by_hand(1))
+    close(worker_pool(2).run(trigger, config=settings(backend, **UNITS))[0], by_hand(1).weights)
 
 
 # ------------------------------------------------------------------------------------------------------------- clipping

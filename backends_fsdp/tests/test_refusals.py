@@ -11,13 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from backends_fsdp.tests.recipes import BOTH, settings
 from drivetrain.testing.pool import WorkerError
-
-BOTH = pytest.mark.parametrize("backend", ["fsdp", "fsdp1"])
-
-
-def settings(backend: str, precision: str = "no", **section: Any) -> dict[str, Any]:
-    return {"backend": backend, "device": "cpu", "mixed_precision": precision, backend: section}
 
 
 def prepare(case: str) -> None:
@@ -91,6 +86,7 @@ def test_bad_input_is_the_same_error_on_all_ranks(
         ("fsdp1", "bf16", {"mixed_precision_policy": {"param_dtype": "float16"}}, r"bf16 \(bfloat16\) contradict"),
         ("fsdp1", "no", {"cpu_offload": True}, "in host memory already on a CPU"),
         ("fsdp1", "no", {"sharding_strategy": "hybrid_shard"}, "set fsdp1.replicate_size"),
+        ("fsdp1", "no", {"replicate_size": 2}, "fsdp1.replicate_size=2 leaves each of 2 processes a whole model"),
     ],
 )
 def test_settings_the_run_cannot_have_are_refused(
@@ -120,7 +116,9 @@ def test_one_process_asked_for_in_code_is_an_error_and_in_a_file_a_note(tmp_path
     asked = run("code")
     assert asked.returncode != 0
     assert f"backend '{backend}' was asked for in code, but this is a single process" in asked.stderr
-    assert run("file").stdout == "single Linear\n"
+    alone = run("file")
+    assert alone.stdout == "single Linear\n"
+    assert alone.stderr.count(f"one process: running without backend '{backend}' (train.yaml:1") == 1
 
 
 def join() -> None:

@@ -13,10 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from backends_fsdp.tests.recipes import BOTH, CLASSES, WIDTH
 from drivetrain.testing.pool import WorkerError
-
-WIDTH, CLASSES = 6, 3
-BOTH = pytest.mark.parametrize("backend", ["fsdp", "fsdp1"])
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,115 +9,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-WIDTH, CLASSES, ROWS = 6, 3, 4
-VERSIONS = ["fsdp", "fsdp1"]
-BOTH = pytest.mark.parametrize("backend", VERSIONS)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Sizes that no number of ranks above one divides, a scalar, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.register_buffer("shift", torch.randn(CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale + self.shift
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, 5, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
-
-
-def joined(numbers: list[int]) -> tuple[Tensor, Tensor]:
-    batches = [batch(number) for number in numbers]
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def full(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def settings(backend: str, precision: str = "no", **section: Any) -> dict[str, Any]:
-    return {"backend": backend, "device": "cpu", "mixed_precision": precision, backend: section}
-
-
-UNITS = {"transformer_classes": "Block"}
-
-
-def by_hand(
-    steps: int, ranks: int, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd, clip: float | None = None
-) -> Any:
-    model, norms = net(), []
-    optimizer = make(model)
-    for step in range(steps):
-        x, y = joined(list(range(step * ranks, (step + 1) * ranks)))
-        cross_entropy(model(x), y).backward()
-        if clip is not None:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict(), norms
-
+from backends_fsdp.tests.recipes import (
+    BOTH,
+    CLASSES,
+    ROWS,
+    UNITS,
+    WIDTH,
+    Block,
+    Make,
+    Net,
+    adamw,
+    batch,
+    by_hand,
+    close,
+    full,
+    joined,
+    net,
+    settings,
+    sgd,
+    train_steps,
+)
 
 # -------------------------------------------------------------------------------------------------------- equal weights
 
 
-def train(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], clip: float | None) -> Any:
+def train(steps: int, make: Make, clip: float | None) -> Any:
     from drivetrain import Accelerator
 
     accelerator = Accelerator()
     model = net(seed=accelerator.process_index)  # rank 0's values are everybody's
     model, optimizer = accelerator.prepare(model, make(model))
-    norms = []
-    for step in range(steps):
-        x, y = batch(step * accelerator.num_processes + accelerator.process_index)
-        accelerator.backward(cross_entropy(model(x), y))
-        if clip is not None:
-            norms.append(accelerator.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return full(accelerator, model), norms
+    seen = train_steps(accelerator, model, optimizer, steps, clip)
+    return full(accelerator, model), [norm for _, norm in seen]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +52,7 @@ def train(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], clip: 
         ("fsdp", 2, {**UNITS, "reshard_after_forward": False}),
         ("fsdp", 4, {**UNITS, "reshard_after_forward": 2}),
         ("fsdp", 4, {**UNITS, "replicate_size": 2}),
+        ("fsdp", 2, {**UNITS, "shard_size": 1}),
         ("fsdp", 2, {**UNITS, "activation_checkpointing": True}),
         ("fsdp", 2, {**UNITS, "cpu_offload": True}),
         ("fsdp", 2, {**UNITS, "forward_prefetch": 1, "backward_prefetch": 2}),
@@ -151,17 +74,17 @@ def test_steps_equal_one_process_on_the_joined_batches(
     worker_pool: Any, backend: str, ranks: int, section: dict[str, Any]
 ) -> None:
     outcomes = worker_pool(ranks).run(train, 5, sgd, 0.5, config=settings(backend, **section))
-    weights, norms = by_hand(5, ranks, sgd, 0.5)
-    close(outcomes[0][0], weights)
+    right = by_hand(5, ranks, sgd, 0.5)
+    close(outcomes[0][0], right.weights)
     for _, found in outcomes:
-        torch.testing.assert_close(found, norms, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, right.norms, rtol=1e-5, atol=1e-6)
         assert found == outcomes[0][1]  # to the last bit, on all ranks
 
 
 @BOTH
 def test_adamw_steps_equal_one_process(worker_pool: Any, backend: str) -> None:
     outcomes = worker_pool(2).run(train, 5, adamw, None, config=settings(backend, **UNITS))
-    close(outcomes[0][0], by_hand(5, 2, adamw)[0], 2e-5)
+    close(outcomes[0][0], by_hand(5, 2, adamw).weights, 2e-5)
 
 
 # ------------------------------------------------------------------------------------- optimizers, groups, frozen, ties
@@ -183,11 +106,7 @@ def train_groups() -> Any:
     accelerator = Accelerator()
     model = net()
     model, optimizer = accelerator.prepare(model, groups(model))
-    for step in range(3):
-        x, y = batch(2 * step + accelerator.process_index)
-        accelerator.backward(cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(accelerator, model, optimizer, 3)
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters()}
     members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     return full(accelerator, model), members, [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
@@ -235,25 +154,15 @@ def train_mixed() -> Any:
     accelerator = Accelerator()
     model = mixed()
     model, optimizer = accelerator.prepare(model, sgd(model))
-    for step in range(3):
-        x, y = batch(2 * step + accelerator.process_index)
-        accelerator.backward(cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(accelerator, model, optimizer, 3)
     return full(accelerator, model)
 
 
 @BOTH
 def test_frozen_and_trained_parameters_of_two_dtypes_go_together(worker_pool: Any, backend: str) -> None:
-    model, start = mixed(), mixed().state_dict()
-    optimizer = sgd(model)
-    for step in range(3):
-        x, y = joined([2 * step, 2 * step + 1])
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    start = mixed().state_dict()
     found = worker_pool(2).run(train_mixed, config=settings(backend))[0]
-    for name, value in model.state_dict().items():
+    for name, value in by_hand(3, model=mixed()).weights.items():
         assert found[name].dtype == value.dtype
         if "frozen" in name:
             assert torch.equal(found[name], start[name])

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +25,7 @@ _HOOKS: dict[str, _Hook] = {
     "powersgd": powerSGD_hook.powerSGD_hook,
     "batched_powersgd": powerSGD_hook.batched_powerSGD_hook,
 }
+_SENT_IN: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _WRAPPERS: dict[str, Callable[[_Hook], _Hook]] = {
     "fp16": default_hooks.fp16_compress_wrapper,
     "bf16": default_hooks.bf16_compress_wrapper,
@@ -31,13 +33,21 @@ _WRAPPERS: dict[str, Callable[[_Hook], _Hook]] = {
 
 
 def register(run: Run, replica: DistributedDataParallel, config: DdpConfig) -> None:
-    """Give a replica the communication hook that the section names.
+    """Give a replica the communication hook that the section names, or the one that the precision needs.
 
     Raises:
         ConfigError: The hook can't work in this run.
     """
+    wanted = run.policy.reduce_dtype
     if config.comm_hook == "none":
+        if wanted is not None and any(p.dtype != wanted for p in replica.parameters() if p.requires_grad):
+            replica.register_comm_hook(None, _reduced_in(wanted))
         return
+    if wanted is not None and _SENT_IN.get(config.comm_hook) != wanted:
+        raise ConfigError(
+            f"ddp.comm_hook: {config.comm_hook} and mixed_precision: {run.names['precision']}, which has gradients "
+            f"reduced in {run.policy.reduce}, contradict each other; leave comm_hook out"
+        )
     hook = _HOOKS[config.comm_hook]
     state = None
     if config.comm_hook.endswith("powersgd"):
@@ -46,6 +56,18 @@ def register(run: Run, replica: DistributedDataParallel, config: DdpConfig) -> N
     if config.comm_wrapper != "none":
         hook = _WRAPPERS[config.comm_wrapper](hook)
     replica.register_comm_hook(state, _unnamed(hook))
+
+
+def _reduced_in(dtype: torch.dtype) -> _Hook:
+    """Gradients are averaged in another dtype than they have."""
+
+    def communicate(state, bucket):  # type: ignore[no-untyped-def]  # torch checks annotations, if there are any
+        gradients = bucket.buffer()
+        sent = gradients.to(dtype).div_(dist.get_world_size())
+        received = dist.all_reduce(sent, async_op=True).get_future()
+        return received.then(lambda done: gradients.copy_(done.value()[0]))
+
+    return communicate
 
 
 def _unnamed(hook: _Hook) -> _Hook:

@@ -12,6 +12,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.plugin import Capabilities, Check, hookimpl
 from drivetrain_backends import TorchDistributedBackend
 from drivetrain_fsdp.config import Fsdp1Config, FsdpConfig
+from drivetrain_fsdp.migration import VERSION_1, VERSION_2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,9 +35,13 @@ class _ShardingBackend(TorchDistributedBackend):
 
     section: ClassVar[str]
     features: ClassVar[frozenset[str]] = frozenset()
+    least_ranks: ClassVar[int] = 1
+    """Fewest ranks that each of several replicas can be cut over."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
+        self._ranks: int | None = None
+        """Over how many a model is cut; None: not known yet."""
         self._sharding: Any = None
         """The models of this run; there from ``init_world`` on."""
 
@@ -54,7 +59,7 @@ class _ShardingBackend(TorchDistributedBackend):
             one_process=False,  # one process has nothing to cut: core's defaults do the same for less
             native_dtypes=frozenset({native}) if native in ("bfloat16", "float16") else frozenset(),
             moves_model=True,  # unit by unit, so that no device ever holds the whole
-            shards_params=self.config.cuts,
+            shards_params=self.config.cuts and self._ranks != 1,
             resharding=True,
             features=self.features,
         )
@@ -80,7 +85,8 @@ class _ShardingBackend(TorchDistributedBackend):
         from drivetrain_fsdp import mesh, sharding
 
         size = dist.get_world_size() if dist.is_initialized() else topology.size
-        shape = mesh.arrange(self.section, *self._sizes(topology), size)
+        shape = mesh.arrange(self.section, *self._sizes(topology), size, self.least_ranks)
+        self._ranks = shape[1]
         world = super().init_world(config, topology, device, collectives)
         self._sharding = sharding.Sharding(self.section, self.config, self._engine())
         if world.collectives is None:
@@ -175,37 +181,40 @@ class _ShardingBackend(TorchDistributedBackend):
     def save_state(self, run: Run, bundle: Bundle, directory: Path) -> None:
         """Each rank its pieces; or, with ``state_dict_type: full``, rank 0 all of it in core's format."""
         from drivetrain import defaults
-        from drivetrain_fsdp import checkpoints
+        from drivetrain_backends import sharded_checkpoints
+        from drivetrain_fsdp import optimizer_state
 
         self._sharding.settle(run, bundle)
         if self.config.state_dict_type == "full":
             defaults.save_state(run, bundle, directory)
         else:
-            checkpoints.save(run, bundle, directory, self._sharding.locate())
+            sharded_checkpoints.save(run, bundle, directory, optimizer_state.holding(self._sharding.locate()))
 
     @hookimpl
     def load_state(self, run: Run, bundle: Bundle, directory: Path, strict: bool) -> None:
         """Whatever is there: pieces of any number of ranks, of either version, or core's format of any backend."""
         from drivetrain import defaults
-        from drivetrain_fsdp import checkpoints
+        from drivetrain_backends import sharded_checkpoints
+        from drivetrain_fsdp import optimizer_state
 
         self._sharding.settle(run, bundle)
-        if checkpoints.in_pieces(bundle, directory):
-            checkpoints.load(run, bundle, directory, strict, self._sharding.locate())
+        if sharded_checkpoints.in_pieces(bundle, directory):
+            holding = optimizer_state.holding(self._sharding.locate())
+            sharded_checkpoints.load(run, bundle, directory, strict, holding)
         else:
             defaults.load_state(run, bundle, directory, strict)
 
     @hookimpl
     def model_state(self, run: Run, model: nn.Module) -> dict[str, Tensor]:
         """Whole on rank 0, on the CPU; empty elsewhere."""
-        from drivetrain_fsdp import model_state
+        from drivetrain_backends import model_state
 
         return model_state.full(run, self.unwrap(model), self._sharding.locate(), self._group(run))
 
     @hookimpl
     def load_model_state(self, run: Run, model: nn.Module, state: Mapping[str, Tensor], strict: bool) -> None:
         """Each rank takes its pieces out of it."""
-        from drivetrain_fsdp import model_state
+        from drivetrain_backends import model_state
 
         model_state.fill(self.unwrap(model), self._sharding.locate(), state, strict)
 
@@ -234,6 +243,7 @@ class Fsdp(_ShardingBackend):
 
     api = (1, 0)
     Config = FsdpConfig
+    migration = VERSION_2
     section = "fsdp"
     features = frozenset({"all_gather_extensions"})
 
@@ -256,7 +266,9 @@ class Fsdp1(_ShardingBackend):
 
     api = (1, 0)
     Config = Fsdp1Config
+    migration = VERSION_1
     section = "fsdp1"
+    least_ranks = 2  # where there is nothing to cut, torch averages gradients within the group of one, and nowhere else
 
     def _engine(self) -> Any:
         from drivetrain_fsdp import fsdp1

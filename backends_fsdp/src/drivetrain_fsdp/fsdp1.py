@@ -38,8 +38,17 @@ class ShardedUnit(FullyShardedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, its parameters gathered for it."""
+        kept = self._kept_for_backward()
+        before = None if torch.is_grad_enabled() else list(kept)
         outputs = super().forward(*args, **kwargs)
+        if before is not None:  # else views would stay that no backward lets go of, and with them what they look into
+            kept[:] = before
         return outputs if self.returned_dtype is None else cast_floats(outputs, self.returned_dtype)
+
+    def _kept_for_backward(self) -> list[Tensor | None]:
+        """Where torch keeps the views that a forward used."""
+        found: list[Tensor | None] = [] if self._handle is None else self._handle.flat_param._tensors
+        return found
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,13 +12,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigError
+from drivetrain.logging import get_logger
 from drivetrain.world import Run
 from drivetrain_backends.pieces import piece_of
+from drivetrain_fsdp import gathering
 from drivetrain_fsdp.config import FsdpConfig
 from drivetrain_fsdp.units import Plan
 from drivetrain_fsdp.values import bring
 
 __all__ = ["check", "discard_unreduced", "local", "locate", "refresh", "switch", "unwrap", "wrap"]
+
+logger = get_logger("drivetrain.fsdp")
 
 FROZEN_COUNTS = False
 """Frozen parameters of a unit may be of another dtype than its trained ones."""
@@ -45,6 +50,7 @@ def wrap(run: Run, plan: Plan, config: FsdpConfig) -> nn.Module:
     """Cut a model, unit by unit, each brought to the device just before. Returns the same object."""
     model = plan.model
     whole = set(plan.whole_parameters())
+    own_formats = gathering.in_own_formats(model)
     offload = CPUOffloadPolicy(pin_memory=run.world.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     for unit in (*plan.units, model):
         bring(run, plan.members(unit), config.sync_module_states)
@@ -56,9 +62,43 @@ def wrap(run: Run, plan: Plan, config: FsdpConfig) -> nn.Module:
             offload_policy=offload,
             ignored_params=whole,
         )
+        if own_formats:
+            unit.set_custom_all_gather(gathering.AllGatherOfBytes())
     _prefetch(plan, config)
+    ops = run.hooks.reduce_ops(run=run)
+    if ops is not None and "avg" not in ops:
+        for unit in (*plan.units, model):
+            unit.set_force_sum_reduction_for_comms(True)  # and divides: not every communication library has a mean
     model.register_forward_hook(_free_after_evaluation)
+    _watch_outside_forward(model)
     return model
+
+
+def _watch_outside_forward(model: nn.Module) -> None:
+    """Say once when gradients are computed on cut parameters themselves, which forward never does.
+
+    torch's backward sets their ``.grad`` after reducing it; autograd only reaches them from code outside of forward. A
+    penalty on the weights may do that. A loss computed by another method may not, and nothing else would tell.
+    """
+    handles: list[Any] = []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def say(name: str, gradient: Tensor) -> None:
+        for handle in handles:
+            handle.remove()
+        logger.warning(
+            "a gradient of %s, a sharded parameter of %s, was computed outside of the model's forward, where nothing "
+            "is averaged over the ranks. That is right for a penalty that is the same on all of them; a loss must be "
+            "computed by calling model(...), not a method of it",
+            name,
+            type(model).__name__.removeprefix("FSDP"),
+        )
+
+    for held in _held([model]):
+        parameter = held.sharded_param
+        if parameter.requires_grad:
+            # Not register_post_accumulate_grad_hook: torch calls those itself after it has reduced.
+            handles.append(parameter.register_hook(functools.partial(say, names[id(parameter)])))
 
 
 def _free_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -14,7 +14,7 @@ __all__ = ["REPLICATE", "SHARD", "arrange", "make_mesh", "shard_group"]
 REPLICATE, SHARD = "replicate", "shard"
 
 
-def arrange(section: str, replicate: int | None, shard: int | None, size: int) -> tuple[int, int]:
+def arrange(section: str, replicate: int | None, shard: int | None, size: int, least: int = 1) -> tuple[int, int]:
     """Number of replicas, and of ranks in each.
 
     Args:
@@ -22,18 +22,24 @@ def arrange(section: str, replicate: int | None, shard: int | None, size: int) -
         replicate: As configured; None: what ``shard`` leaves, or 1.
         shard: As configured; None: what ``replicate`` leaves.
         size: Number of ranks.
+        least: Fewest ranks a replica can be cut over.
 
     Raises:
-        ConfigError: They do not multiply to the number of ranks.
+        ConfigError: They do not multiply to the number of ranks, or a replica would have too few.
     """
     replicas = replicate or (1 if shard is None else max(1, size // shard))
     ranks = shard or max(1, size // replicas)
-    if replicas * ranks != size:
-        said = ", ".join(
-            f"{section}.{name}={value}"
-            for name, value in (("replicate_size", replicate), ("shard_size", shard))
-            if value is not None
+    said = ", ".join(
+        f"{section}.{name}={value}"
+        for name, value in (("replicate_size", replicate), ("shard_size", shard))
+        if value is not None
+    )
+    if replicas > 1 and ranks < least:
+        raise ConfigError(
+            f"{said} leaves each of {size} processes a whole model, which {section} can't keep equal; cut it over "
+            f"{least} or more, or use another backend"
         )
+    if replicas * ranks != size:
         raise ConfigError(
             f"{said} can't be had with {size} processes: replicate_size times shard_size must be their number, and is "
             f"{replicas} x {ranks} = {replicas * ranks}"

@@ -36,24 +36,19 @@ def clip_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"the p of a norm must be above 0, got {norm_type}")
-    infinite = norm_type == float("inf")
-    power = 1.0 if infinite else norm_type
-    own = _powered(pieces, norm_type, power, run.world.device)
-    total = run.hooks.all_reduce(run=run, tensor=own, op="max" if infinite else "sum", group=group)
-    common = _powered(wholes, norm_type, power, run.world.device)
-    total = torch.maximum(total, common) if infinite else total + common
-    norm = total ** (1.0 / power)
+    own, common = (_norm(gradients, norm_type, run.world.device) for gradients in (pieces, wholes))
+    everyone = run.hooks.all_gather(run=run, tensor=own, group=group)
+    norm = torch.linalg.vector_norm(torch.cat([everyone, common.view(1)]), norm_type)  # the norm of norms is the norm
     _scale([*pieces, *wholes], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
-def _powered(gradients: Sequence[Tensor], norm_type: float, power: float, device: torch.device) -> Tensor:
-    """The norm to the power of p, which can be added to that of other gradients."""
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Of this rank's, in float32 whatever their dtype is: it is sent to the others."""
     held = [gradient for gradient in gradients if gradient.numel()]
     if not held:
         return torch.zeros((), dtype=torch.float32, device=device)
-    norm = nn.utils.get_total_norm(held, norm_type).to(device)
-    return norm.float() ** power  # of one dtype, whatever this rank holds: it is sent to the others
+    return nn.utils.get_total_norm(held, norm_type).to(device, torch.float32)
 
 
 def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

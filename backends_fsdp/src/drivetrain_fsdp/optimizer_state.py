@@ -13,13 +13,23 @@ from torch.optim import Optimizer
 from drivetrain.errors import CheckpointError
 from drivetrain.world import Run
 from drivetrain_backends.pieces import Piece, gather, piece_of, survey
+from drivetrain_backends.sharded_checkpoints import Holding
 
-__all__ = ["cut", "full", "load", "read_pieces", "split"]
+__all__ = ["cut", "full", "holding", "load", "read_pieces", "split"]
 
 Locate = Callable[[Tensor], Piece]
 
 _TOKEN = "sharded_tensor"
 """Key of what stands for a tensor in pieces in a state dict: ``{"sharded_tensor": its name}``."""
+
+
+def holding(locate: Locate) -> Holding:
+    """What the ranks hold, for checkpoints in pieces."""
+    return Holding(
+        locate,
+        lambda run, optimizer, labels: split(run, optimizer, locate, labels),
+        lambda optimizer, state, files: read_pieces(optimizer, locate, state, files),
+    )
 
 
 def split(
@@ -104,12 +114,21 @@ def _replaced(state: Mapping[int, Any], resolve: Callable[[int, str], Any]) -> d
     }
 
 
+def _like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor for state of a parameter, cut in the same way.
+
+    Zeros, as optimizers make their state themselves: ``empty_like`` of a weight that knows how it is gathered would be
+    another such weight.
+    """
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+
 def cut(parameter: Tensor, value: Any, locate: Locate) -> Any:
     """This rank's part of a whole state tensor; other values as they are."""
     held = locate(parameter)
     if not isinstance(value, Tensor) or value.dim() == 0 or tuple(value.shape) != held.shape:
         return value
-    made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    made = _like(parameter, value.dtype)
     piece = _piece(parameter, made, locate)
     assert piece is not None
     piece.write(value.detach().reshape(-1)[piece.start : piece.stop], piece.start)
@@ -146,7 +165,7 @@ def read_pieces(optimizer: Optimizer, locate: Locate, state: Mapping[str, Any], 
             raise CheckpointError(
                 f"{files.directory}: {name} is of shape {layout.shape}, and its parameter of {locate(parameter).shape}"
             )
-        made = torch.empty_like(parameter, dtype=layout.dtype, requires_grad=False)
+        made = _like(parameter, layout.dtype)
         piece = _piece(parameter, made, locate)
         assert piece is not None
         files.read_into(name, piece)

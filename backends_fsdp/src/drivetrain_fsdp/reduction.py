@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
@@ -26,9 +27,12 @@ class Sharded:
 
 def average_in_backward(run: Run, sharded: Sharded) -> None:
     """Replace gradients of parameters that stay whole by their mean over all ranks, as soon as they are computed."""
+    # A parameter that its own hook refers to is never freed: Python's collector does not see into a tensor's hooks.
+    known = weakref.ref(sharded)
 
     def average(parameter: Tensor) -> None:
-        if sharded.reduces and parameter.grad is not None:
+        found = known()
+        if found is not None and found.reduces and parameter.grad is not None:
             with torch.no_grad():
                 parameter.grad.copy_(run.hooks.all_reduce(run=run, tensor=parameter.grad, op="mean", group=None))
 

@@ -5,7 +5,6 @@ Everything is decided from names, classes, shapes and dtypes, so it is the same 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
@@ -16,11 +15,12 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.logging import get_logger
 from drivetrain_fsdp.config import ShardingConfig
 
 __all__ = ["Plan", "make_plan"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger("drivetrain.fsdp")
 
 _LARGE = 100_000_000
 """Parameters of a unit where neither the user nor the model says more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from drivetrain.errors import DrivetrainError
+from drivetrain.logging import get_logger
 from drivetrain.world import Run
 from drivetrain_backends.pieces import plain
 
 __all__ = ["bring", "building", "check_values", "widen"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger("drivetrain.fsdp")
 
 
 def building(run: Run, on_first_rank_only: bool) -> contextlib.AbstractContextManager[Any]:
@@ -86,7 +86,8 @@ def _brought(run: Run, tensor: Tensor, sync: bool) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return value
     parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
+    for name, attribute in tensor.__dict__.items():  # the user's own; a wrapper's inner tensors are there, and moved
+        parameter.__dict__.setdefault(name, attribute)
     return parameter
 
 
