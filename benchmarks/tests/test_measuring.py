@@ -74,3 +74,11 @@ def test_a_step_adds_few_function_calls(measuring):
     options = {"model": "tiny", "steps": 40, "accumulation": 4, "ranks": 1}
     measured = measure("training:build", ["drivetrain"], options, ranks=1, blocks=1)
     assert measured["drivetrain"].added_calls / 40 < 80
+
+
+@pytest.mark.slow
+def test_promises_of_fp8_are_examined_without_a_gpu_too():
+    size = ("--width", "32", "--rows", "16", "--layers", "1", "--steps", "4")
+    output = run("gpu_fp8", "--cpu", "--only", "tensorwise", "--no_results", *size)
+    assert "| torchao tensorwise |" in output
+    assert "BROKEN" not in output
