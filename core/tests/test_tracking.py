@@ -46,15 +46,6 @@ def install_tracker(site, name="fake", module=TRACKER, **options):
     )
 
 
-def install_builtin_plugins(site):
-    """What a run on the CPU needs; the made-up core of the site has none of it."""
-    built_in = {"backends": ("single", "Single"), "devices": ("cpu", "Cpu"), "precisions": ("no", "No")}
-    site.install(
-        "builtin-dist",
-        entry_points={f"drivetrain.{group}": {n: f"drivetrain.builtin:{c}"} for group, (n, c) in built_in.items()},
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- choosing
 
 
@@ -66,9 +57,8 @@ def test_no_tracker_is_the_default():
     assert accelerator.trackers == []
 
 
-def test_an_installed_tracker_is_found_by_name_and_started_once(site):
-    install_tracker(site)
-    install_builtin_plugins(site)
+def test_an_installed_tracker_is_found_by_name_and_started_once(open_site):
+    install_tracker(open_site)
     accelerator = Accelerator(cpu=True, log_with="fake")
     made = sys.modules["fake_tracker_fake"].made
     assert made == []
@@ -79,9 +69,8 @@ def test_an_installed_tracker_is_found_by_name_and_started_once(site):
     assert made == [("project", {"entity": "me"})]
 
 
-def test_its_section_of_the_yaml_gives_options_and_code_wins(site, tmp_path):
-    install_tracker(site)
-    install_builtin_plugins(site)
+def test_its_section_of_the_yaml_gives_options_and_code_wins(open_site, tmp_path):
+    install_tracker(open_site)
     file = tmp_path / "config.yaml"
     file.write_text("device: cpu\nfake:\n  entity: yaml\n  mode: offline\n")
     accelerator = Accelerator(log_with="fake", config_file=file)

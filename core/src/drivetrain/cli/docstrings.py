@@ -14,7 +14,9 @@ _FARTHEST = 5
 
 
 def first_line(value: str) -> str:
-    """First line of the docstring of the class that an entry point names; empty if the source does not tell it.
+    """First line of the docstring of the class that an entry point names, without the marks around code.
+
+    Empty if the source does not tell it.
 
     Args:
         value: ``module:Class``, of the entry point.
@@ -27,7 +29,7 @@ def first_line(value: str) -> str:
             return ""
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
-                return (ast.get_docstring(node) or "").partition("\n")[0]
+                return (ast.get_docstring(node) or "").partition("\n")[0].replace("``", "")
         origin = _imported_from(tree, name, module, is_package=path is not None and path.name == "__init__.py")
         if origin is None:
             return ""
