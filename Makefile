@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # One version for development and CI. The code itself supports torch >= 2.9.
 TORCH ?= torch==2.13.0
-MEMBERS := backends backends_ddp backends_fsdp
+MEMBERS := backends backends_ddp backends_deepspeed backends_fsdp backends_fp8
 INSTALL := -e '.[dev]' $(addprefix -e ,$(MEMBERS))
+# The engine of backends_deepspeed is built from source, so the demo does without it. What it compiles is kept here.
+DEEPSPEED ?= deepspeed==0.19.8
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 # Ranks share the cores; more threads than cores make every test slower.
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 
-.PHONY: help demo setup test test-fast test-slow test-gpu lint format wheels bench clean
+.PHONY: help demo setup test test-fast test-slow test-gpu lint docs format wheels bench clean
 
 help:  ## Show what can be done
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,16 +27,25 @@ $(VENV)/.installed: pyproject.toml $(addsuffix /pyproject.toml,$(MEMBERS)) core/
 	$(BIN)/python -m pip install --quiet $(INSTALL)
 	@touch $@
 
+$(VENV)/.deepspeed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet setuptools wheel ninja
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-build-isolation '$(TORCH)' '$(DEEPSPEED)'
+	@touch $@
+
+$(VENV)/.deepspeed-ops: $(VENV)/.deepspeed
+	$(BIN)/python -m drivetrain_deepspeed.ops
+	@touch $@
+
 demo: setup  ## Set up, then train on real data with two processes
 	$(BIN)/drivetrain launch --config_file examples/digits/ddp.yaml examples/digits/train.py
 
-test: setup lint  ## Everything CI runs
+test: setup lint $(VENV)/.deepspeed-ops  ## Everything CI runs
 	$(PYTEST)
 
-test-fast: setup  ## Under three minutes: no slow tests
+test-fast: setup $(VENV)/.deepspeed-ops  ## Under three minutes: no slow tests
 	$(PYTEST) -m 'not slow and not gpu' -x -q
 
-test-slow: setup  ## Only what is too long for test-fast
+test-slow: setup $(VENV)/.deepspeed-ops  ## Only what is too long for test-fast
 	$(PYTEST) -m slow
 
 test-gpu: setup  ## On a machine with a GPU (its torch must see it: make test-gpu TORCH=torch)
@@ -46,8 +58,11 @@ lint: setup  ## Style and types
 
 bench: setup  ## Compare with plain torch and the peers; see benchmarks/README.md
 	$(BIN)/python -m pip install --quiet -e '.[bench]'
-	set -e; for script in import_time step_overhead transformer_step loader_rate checkpoint; do \
+	set -e; for script in import_time step_overhead transformer_step loader_rate checkpoint fsdp; do \
 		$(BIN)/python benchmarks/$$script.py; done
+
+docs: setup  ## Write the reference of hooks anew
+	$(BIN)/python docs/generate_hooks.py
 
 format: setup  ## Put the code in shape
 	$(BIN)/ruff check --fix .

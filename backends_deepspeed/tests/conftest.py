@@ -1,0 +1,19 @@
+"""Ranks with the engine in them, for all tests of this member; started once, since importing it takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from drivetrain.requirements import installed_version
+from drivetrain.testing.pool import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[WorkerPool]:
+    """``ranks.run(function, ..., size=2, config=settings(stage))``."""
+    if installed_version("deepspeed") is None:
+        pytest.skip("the engine is not installed: pip install deepspeed")
+    with WorkerPool(3, {"DS_ACCELERATOR": "cpu"}) as pool:
+        yield pool
