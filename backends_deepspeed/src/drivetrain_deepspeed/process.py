@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from drivetrain.errors import ConfigError
 from drivetrain.world import Run, World
 
@@ -62,8 +64,9 @@ def _serve(device_type: str) -> None:
 def leave() -> None:
     """Let go of process groups, so that another run in this process makes its own."""
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
     from deepspeed.utils import groups
 
     groups._release_process_group_references()
@@ -72,6 +75,10 @@ def leave() -> None:
     Init.param_id = 0
     counters: Any = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     counters[0][0] = 0
+    # Stage 3 puts its own product into torch, for good. It computes gradients in another order, and stages 1 and 2
+    # reduce them in the order they come: ranks of which only some had been at stage 3 would mix up weights and biases.
+    if torch.nn.functional.linear is zero3_linear_wrap:
+        torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def refused_dtype(compute: str | None, device_type: str) -> str | None:
