@@ -1,3 +1,9 @@
-"""Fixtures for all members: `worker_pool` gives tests real processes."""
+"""What holds for the tests of all members: `worker_pool` gives them real processes."""
+
+from hypothesis import settings
 
 pytest_plugins = ["drivetrain.testing.fixtures"]
+
+# How long an example takes depends on what else the machine does, and timing is no test's affair.
+settings.register_profile("drivetrain", deadline=None)
+settings.load_profile("drivetrain")

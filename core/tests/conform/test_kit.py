@@ -19,6 +19,7 @@ WHOLE_BATCH = "losses and weights are those of one process on the whole batch"
 # ------------------------------------------------------------------------------------------------- what is right passes
 
 
+@pytest.mark.timeout(300)  # a whole kit
 def test_a_backend_that_is_right_fails_nothing(workers: Workers) -> None:
     groups = tuple(group for group in GROUPS if group not in ("launch", "state"))
     report = conform(Suite(backend="Right", sizes=(2,), groups=groups), workers=workers)
