@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from broken_plugins import fails
+
 from drivetrain.plugin import Backend
 
 if not hasattr(sys, "conformance_test"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-
 from broken_plugins import fails
 from broken_plugins.right import Right
+
 from drivetrain.plugin import Capabilities, hookimpl
 
 

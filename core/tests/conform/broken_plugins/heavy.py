@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch  # noqa: F401
-
 from broken_plugins import fails
+
 from drivetrain.plugin import Backend
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from broken_plugins.right import Right
 from broken_plugins.training import NeverSteps
+
 from drivetrain.plugin import Known
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from broken_plugins import fails
+
 from drivetrain.plugin import Backend, hookimpl
 
 

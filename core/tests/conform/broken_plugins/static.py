@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
-
 from broken_plugins import fails
 from broken_plugins.right import Right
+
 from drivetrain.plugin import Backend, Check, Known, hookimpl
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from broken_plugins import fails
 from broken_plugins.right import Right
+
 from drivetrain.plugin import Capabilities, hookimpl
 
 
