@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain import discovery
+from drivetrain import discovery, registry
+from drivetrain.errors import EngineError
 from drivetrain.testing.suite import *  # noqa: F403
 from drivetrain.testing.suite import Suite
 
@@ -25,4 +26,8 @@ SUITES = [
 def drivetrain_plugin(request: pytest.FixtureRequest) -> Suite:
     """What is examined."""
     suite: Suite = request.param
+    try:
+        registry.load(registry.find("backend", suite.backend))
+    except EngineError as error:
+        pytest.skip(str(error))
     return suite
