@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import attrs
 import psutil
@@ -247,3 +248,27 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+_PROGRAM = """
+import attrs, os
+from drivetrain.testing.pool import WorkerPool
+
+@attrs.frozen
+class Box:
+    value: int
+
+def add(box):
+    return Box(box.value + int(os.environ["RANK"]))
+
+if __name__ == "__main__":
+    with WorkerPool(2) as pool:
+        print(pool.run(add, Box(3)))
+"""
+
+
+def test_a_program_may_have_its_own_functions_run(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[Box(value=3), Box(value=4)]\n", done.stderr

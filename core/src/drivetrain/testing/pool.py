@@ -207,6 +207,8 @@ def _task(
     if not name or "<" in name:
         raise TypeError(f"{function!r} is not at the top level of a module, so a worker can't find it")
     module = sys.modules[function.__module__]
+    if function.__module__ == "__main__":  # what its classes are called in the results of workers
+        sys.modules.setdefault("__mp_main__", module)
     return {
         "module": function.__module__,
         "file": getattr(module, "__file__", None),

@@ -87,10 +87,19 @@ def _execute(task: Mapping[str, Any]) -> Any:
     return function(*pickle.loads(task["args"]))
 
 
+_MAIN = "__mp_main__"
+"""What a program that starts workers is called in them, so that what it does as a program is not done again.
+
+That is multiprocessing's name for it, by which the program itself finds its classes too.
+"""
+
+
 def _module(name: str, file: str | None) -> ModuleType:
     """The module of a task; by its file if it is a script or a test that no import by name finds."""
     if file is None:
         return importlib.import_module(name)
+    if name == "__main__":
+        name = _MAIN
     try:
         loaded = importlib.import_module(name)
     except ImportError:
@@ -102,6 +111,8 @@ def _module(name: str, file: str | None) -> ModuleType:
         raise ImportError(f"{file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it is run: its classes are pickled by this name
+    if name == _MAIN:
+        sys.modules["__main__"] = module  # and by this one, if the program pickled them
     spec.loader.exec_module(module)
     return module
 
