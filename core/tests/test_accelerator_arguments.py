@@ -155,3 +155,8 @@ def test_a_compiler_given_twice_is_refused() -> None:
 def test_compiling_by_regions_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"call block.compile\(\) for each repeated block"):
         TorchDynamoPlugin(use_regional_compilation=True)
+
+
+def test_a_misspelt_keyword_is_told_the_one_that_is_meant() -> None:
+    with pytest.raises(TypeError, match=r"'mixed_precison'.*; did you mean 'mixed_precision'\?"):
+        Accelerator(mixed_precison="bf16")

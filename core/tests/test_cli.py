@@ -310,3 +310,14 @@ def test_env_shows_versions_devices_and_settings_without_secrets(home: Path, mon
 def test_env_survives_wrong_settings(home: Path) -> None:
     facts = json.loads(invoke("env", "--json", "--set", "num_processes=x").stdout)
     assert facts["settings"].startswith("wrong: command line: num_processes")
+
+
+def test_a_world_that_was_stopped_from_outside_is_not_called_broken(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drivetrain.launch import script
+
+    monkeypatch.setattr(script, "run", lambda prepared, resolved: (143, None))  # as after SIGTERM
+    result = invoke("test", "--num_processes", "2", "--backend", "ddp", "--cpu")
+    assert result.exit_code == 143
+    assert "does not work" not in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,10 +55,23 @@ def _claimed(keywords: Mapping[str, Any]) -> list[Any]:
             continue
         entry = registry.keyword(keyword)
         if entry is None:
-            raise TypeError(f"Accelerator() got an unexpected keyword {keyword!r}, which no installed plugin claims")
+            raise TypeError(
+                f"Accelerator() got an unexpected keyword {keyword!r}, which no installed plugin claims"
+                f"{_close(keyword)}"
+            )
         if value is not None:
             found.append(value)
     return found
+
+
+def _close(keyword: str) -> str:
+    import inspect
+
+    from drivetrain.accelerator import Accelerator
+
+    known = [name for name in inspect.signature(Accelerator.__init__).parameters if name not in ("self", "keywords")]
+    close = difflib.get_close_matches(keyword, [*known, *registry.keywords(), *_COMPILING], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _take(code: dict[str, Any], handler: KwargsHandler) -> None:

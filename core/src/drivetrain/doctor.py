@@ -53,8 +53,10 @@ class Row:
         return {"subject": self.subject, **attrs.asdict(self.check)}
 
 
-def examine_all(timeout: float) -> list[Row]:
+def examine_all(timeout: float) -> Iterator[Row]:
     """Everything the doctor knows to look at: what is common to all plugins, then each plugin.
+
+    Rows come as soon as they and all before them are known.
 
     Args:
         timeout: Seconds that each examined process may take.
@@ -62,8 +64,10 @@ def examine_all(timeout: float) -> list[Row]:
     entries = [entry for names in discovery.entries().values() for each in names.values() for entry in each]
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         general = pool.submit(general_rows, timeout)
-        examined = list(pool.map(lambda entry: examine(entry, timeout), entries))
-    return [*general.result(), *(row for rows in examined for row in rows)]
+        examined = pool.map(lambda entry: examine(entry, timeout), entries)
+        yield from general.result()
+        for rows in examined:
+            yield from rows
 
 
 # ------------------------------------------------------------------------------------------------- one plugin, outside

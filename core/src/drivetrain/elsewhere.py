@@ -17,6 +17,8 @@ _REGIONS = "call block.compile() for each repeated block before prepare()"
 _QUANTIZED = "quantize the model with its own library, then prepare it"
 _TIED = "prepare and save_model keep tied parameters tied"
 _OTHER_AXES = "not offered; a backend that shards cuts a model over all ranks, or over shard_size of them"
+_BIG_MODELS = "placing one model on several devices for inference is not offered; a backend that shards trains big ones"
+_EMPTY = "accelerator.init_context() builds a model in parts under a backend that shards; else torch.device('meta')"
 _NUMACTL = "start the processes under numactl, or with the options of the job scheduler"
 
 INSTEAD: Mapping[str, str] = {
@@ -72,6 +74,18 @@ INSTEAD: Mapping[str, str] = {
     # models
     "BnbQuantizationConfig": _QUANTIZED,
     "ParallelismConfig": _OTHER_AXES,
+    "align_module_device": _BIG_MODELS,
+    "cpu_offload": _BIG_MODELS,
+    "cpu_offload_with_hook": _BIG_MODELS,
+    "disk_offload": _BIG_MODELS,
+    "dispatch_model": _BIG_MODELS,
+    "get_balanced_memory": _BIG_MODELS,
+    "get_max_memory": _BIG_MODELS,
+    "infer_auto_device_map": _BIG_MODELS,
+    "init_empty_weights": _EMPTY,
+    "init_on_device": _EMPTY,
+    "load_checkpoint_and_dispatch": _BIG_MODELS,
+    "load_checkpoint_in_model": _BIG_MODELS,
     "TorchContextParallelConfig": _OTHER_AXES,
     "TorchTensorParallelConfig": _OTHER_AXES,
     "TorchTensorParallelPlugin": _OTHER_AXES,
@@ -108,7 +122,8 @@ def resolve(name: str) -> Any:
     """What a name of no index stands for: what a plugin exports, or the question ``is_NAME_available`` for any NAME.
 
     Raises:
-        AttributeError: Nothing, with what to use instead if that is known.
+        AttributeError: Nothing.
+        ImportError: Nothing, and it is known what to use instead.
         PluginError: A plugin exports it, but can't be loaded, or two do.
     """
     from drivetrain import availability, registry

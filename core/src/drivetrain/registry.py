@@ -145,12 +145,14 @@ def exported(name: str) -> Any:
 
     Raises:
         AttributeError: No plugin exports that name.
+        ImportError: The same, and it is known what to use instead. An AttributeError's text would be lost in
+            ``from drivetrain import name``.
         PluginError: One does, but can't be loaded, or two do.
     """
     providers = exports().get(name)
     if providers is None:
         if instead := instead_of(name):
-            raise AttributeError(f"{CORE} has no {name}; use instead: {instead}")
+            raise ImportError(f"{CORE} has no {name}; use instead: {instead}", name=CORE)
         close = difflib.get_close_matches(name, exports(), n=1)
         hint = f"; did you mean {close[0]!r}, of {exports()[close[0]][0].distribution}?" if close else ""
         raise AttributeError(f"module {CORE!r} has no attribute {name!r}, and no installed plugin exports it{hint}")

@@ -109,7 +109,8 @@ def _there(directory: Path, index: int, strict: bool) -> bool:
         backend = Manifest.read(directory).backend if (directory / layout.MANIFEST).exists() else "another"
         raise CheckpointError(
             f"{place} has no weights in the common format; the checkpoint was written by backend {backend!r}, which "
-            f"may have a format of its own: load it with that backend"
+            f"may have a format of its own: load it with that backend, and write the weights for others by save_model, "
+            f"or the next state by a setting of that backend for whole files, if it has one"
         )
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -34,11 +35,12 @@ def doctor(as_json: bool, timeout: float) -> None:
     """
     from drivetrain.doctor import examine_all
 
-    rows = examine_all(timeout)
     if as_json:
+        rows = list(examine_all(timeout))
         _print_json(rows)
     else:
-        _print_findings(rows)
+        click.echo("looking at everything that is installed, each plugin in a process of its own", err=True)
+        rows = list(_printed(examine_all(timeout)))
     if any(row.check.ok is False for row in rows):
         raise SystemExit(1)
 
@@ -49,9 +51,15 @@ def _print_json(rows: list[Row]) -> None:
     click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
 
 
-def _print_findings(rows: list[Row]) -> None:
-    """A heading for each subject and a line for each check. No table: findings are long, and wanted whole."""
-    width = max(len(row.check.name) for row in rows)
+_WIDTH = 24
+"""Of the column of checks' names; rows are printed as they come, before the longest is known."""
+
+
+def _printed(rows: Iterable[Row]) -> Iterator[Row]:
+    """Pass rows on, printed: a heading for each subject and a line for each check.
+
+    No table: findings are long, and wanted whole.
+    """
     for subject, group in itertools.groupby(rows, key=lambda row: row.subject):
         click.secho(subject, bold=True)
         for row in group:
@@ -59,6 +67,7 @@ def _print_findings(rows: list[Row]) -> None:
             state, color = _STATES[check.ok]
             found = check.detail + (f"\nto do: {check.fix}" if check.fix else "")
             first, *more = found.splitlines() or [""]
-            click.echo(f"  {click.style(f'{state:<3}', fg=color)}  {check.name:<{width}}  {first}".rstrip())
+            click.echo(f"  {click.style(f'{state:<3}', fg=color)}  {check.name:<{_WIDTH}}  {first}".rstrip())
             for line in more:
-                click.echo(f"{'':{width + 9}}{line}")
+                click.echo(f"{'':{_WIDTH + 9}}{line}")
+            yield row

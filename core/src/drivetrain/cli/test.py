@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["test"]
 
 _Row = tuple[str, bool, str]
+_SIGNALLED = 128
+"""Exit codes above it tell the number of the signal that ended the launcher."""
 
 
 @click.command()
@@ -46,6 +48,8 @@ def test(config_file: str | None, cpu: bool, assignments: tuple[str, ...], **fla
         code, _ = run(prepared, resolved)
         lines = _lines(Path(folder))
     if prepared.plan.machine_rank == 0:
+        if code > _SIGNALLED:
+            raise SystemExit(code)  # stopped from outside, which says nothing of the world
         code = _show(lines, prepared.plan, code)
     raise SystemExit(code)
 
