@@ -1,4 +1,7 @@
-"""Ranks with the engine in them, for all tests of this member; started once, since importing it takes seconds."""
+"""Ranks with the engine in them, for all tests of this member; started once, since importing it takes seconds.
+
+They end with this folder's tests: what many worlds in one process leave behind there keeps a core busy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from drivetrain.requirements import installed_version
 from drivetrain.testing.pool import WorkerPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[WorkerPool]:
     """``ranks.run(function, ..., size=2, config=settings(stage))``."""
     if installed_version("deepspeed") is None:
