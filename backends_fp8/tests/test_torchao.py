@@ -316,6 +316,14 @@ def test_a_device_without_such_products_is_refused_by_its_own_word() -> None:
     assert reason_against(TorchaoConfig(emulate=True), Capabilities(), "vulkan") is None
 
 
+def test_a_device_that_fails_without_a_word_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    assert missing_products("cpu", rowwise=False) == "NotImplementedError"
+
+
 def test_products_are_emulated_on_the_cpu_or_where_that_is_asked() -> None:
     assert [emulated(TorchaoConfig(emulate=value), "cpu") for value in (None, True, False)] == [True, True, False]
     assert [emulated(TorchaoConfig(emulate=value), "cuda") for value in (None, True, False)] == [False, True, False]

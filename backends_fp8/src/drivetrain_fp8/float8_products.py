@@ -70,7 +70,7 @@ def missing_products(device_type: str, rowwise: bool) -> str | None:
         values = torch.ones(16, 16, device=device_type).to(torch.float8_e4m3fn)
         torch._scaled_mm(values, values.t(), *_scales(device_type, rowwise), out_dtype=torch.bfloat16)
     except Exception as error:  # whatever a device raises where it can't
-        return str(error).strip().splitlines()[0] or type(error).__name__
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
 
 
