@@ -4,16 +4,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # One version for development and CI. The code itself supports torch >= 2.9.
 TORCH ?= torch==2.13.0
-MEMBERS := backends backends_ddp backends_deepspeed backends_fsdp backends_fp8
+MEMBERS := backends backends_ddp backends_deepspeed backends_fsdp backends_fp8 backends_xla
 INSTALL := -e '.[dev]' $(addprefix -e ,$(MEMBERS))
 # The engine of backends_deepspeed is built from source, so the demo does without it. What it compiles is kept here.
 DEEPSPEED ?= deepspeed==0.19.8
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
+# torch_xla works with one minor version of torch, so its tests have an environment of their own. Without --no-deps it would
+# bring gigabytes of CUDA libraries; stand-ins for them do, where there is no GPU (backends_xla/tests/cuda_stubs.py).
+XLA_VENV ?= .venv-xla
+XLA_ENGINE ?= torch==2.9.1 torch_xla==2.9.0
+XLA_NEEDS := absl-py attrs cattrs click filelock fsspec hypothesis jinja2 MarkupSafe mpmath networkx numpy packaging pluggy \
+	psutil pytest pytest-timeout pyyaml questionary requests rich safetensors scikit-learn sympy tqdm typing-extensions
 # Ranks share the cores; more threads than cores make every test slower.
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 
-.PHONY: help demo setup test test-fast test-slow test-gpu lint docs format wheels bench clean
+.PHONY: help demo setup test test-fast test-slow test-xla test-gpu lint docs format wheels bench clean
 
 help:  ## Show what can be done
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +47,7 @@ demo: setup  ## Set up, then train on real data with two processes
 
 test: setup lint $(VENV)/.deepspeed-ops  ## Everything CI runs
 	$(PYTEST)
+	$(MAKE) test-xla
 
 test-fast: setup $(VENV)/.deepspeed-ops  ## Under three minutes: no slow tests
 	$(PYTEST) -m 'not slow and not gpu' -x -q
@@ -50,6 +57,25 @@ test-slow: setup $(VENV)/.deepspeed-ops  ## Only what is too long for test-fast
 
 test-gpu: setup  ## On a machine with a GPU (its torch must see it: make test-gpu TORCH=torch)
 	$(PYTEST) -m gpu -rs tests/test_gpu.py
+
+$(XLA_VENV)/.installed: pyproject.toml backends_xla/pyproject.toml backends_xla/tests/cuda_stubs.py
+	$(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(XLA_VENV)/bin/python -m pip install --quiet --no-deps $(XLA_ENGINE)
+	$(XLA_VENV)/bin/python -m pip install --quiet $(XLA_NEEDS)
+	$(XLA_VENV)/bin/python -m pip install --quiet --no-deps -e . -e backends -e backends_xla
+	$(XLA_VENV)/bin/python backends_xla/tests/cuda_stubs.py \
+		$$($(XLA_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') $(XLA_VENV)/cuda_stubs
+	@touch $@
+
+ifdef SKIP_XLA
+test-xla:  ## backends_xla with its engine, in an environment of its own (SKIP_XLA=1: leave out)
+	@echo 'SKIPPED: test-xla, since SKIP_XLA is set'
+else
+test-xla: $(XLA_VENV)/.installed
+	LD_LIBRARY_PATH=$(CURDIR)/$(XLA_VENV)/cuda_stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
+		$(XLA_VENV)/bin/python -m pytest -p no:cacheprovider backends_xla/tests
+endif
 
 lint: setup  ## Style and types
 	$(BIN)/ruff check .
@@ -74,4 +100,4 @@ wheels: setup  ## Build every member into dist/
 		(cd $$member && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist); done
 
 clean:  ## Remove what was built, the environment included
-	rm -rf $(VENV) build dist */build */dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) build dist */build */dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

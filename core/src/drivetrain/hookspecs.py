@@ -120,7 +120,7 @@ class HookSpecs:
         :param topology: What the launcher decided.
         """
 
-    @_hook("device", when="once", returns=False)
+    @_hook("backend", "device", when="once", returns=False)
     def compute_dtypes(self, device: torch.device) -> Collection[str] | None:
         """Names of the dtypes below 32 bits that models can be computed in here; None where that is not known.
 
@@ -423,7 +423,7 @@ class HookSpecs:
     def barrier(self, run: Run, group: Any) -> None:
         """Return when every rank has called it. Default: at once."""
 
-    @_hook("device", returns=False)
+    @_hook("backend", "device", returns=False)
     def reduce_ops(self, run: Run) -> Collection[str] | None:
         """Reductions over ranks that the device's communication library has, such as ``"sum"`` and ``"avg"``.
 
@@ -518,38 +518,39 @@ class HookSpecs:
         :param model: As ``unwrap`` returned it.
         """
 
-    @_hook("device")
+    @_hook("backend", "device")
     def rng_state(self, run: Run) -> dict[str, Any]:
         """State of the device's random number generators, as tensors and plain values.
 
         Default: of ``torch.get_device_module``, empty for the CPU, whose generator core saves itself.
         """
 
-    @_hook("device", returns=False)
+    @_hook("backend", "device", returns=False)
     def set_rng_state(self, run: Run, state: Mapping[str, Any]) -> None:
         """Put back what ``rng_state`` returned. Default: what the default of ``rng_state`` returned."""
 
     # ----------------------------------------------------------------------------------------------- device services
+    # A backend whose engine brings a runtime of its own answers them itself; all others leave them to the device.
 
-    @_hook("device", returns=False)
+    @_hook("backend", "device", returns=False)
     def seed(self, run: Run, seed: int) -> None:
         """Seed the device's generators. Core seeds Python, numpy and torch's CPU generator itself.
 
         Default: ``manual_seed_all`` of ``torch.get_device_module``, where there is one.
         """
 
-    @_hook("device", returns=False)
+    @_hook("backend", "device", returns=False)
     def synchronize(self, run: Run) -> None:
         """Wait until the device has done all that was queued. Default: ``torch.accelerator.synchronize``."""
 
-    @_hook("device", returns=False)
+    @_hook("backend", "device", returns=False)
     def empty_cache(self, run: Run) -> None:
         """Give cached device memory back.
 
         Default: ``empty_cache`` of torch's device module, else of ``torch.accelerator``.
         """
 
-    @_hook("device")
+    @_hook("backend", "device")
     def memory(self, run: Run) -> dict[str, int]:
         """Bytes of memory of this process's device: ``allocated``, ``reserved``, ``peak`` and ``total``.
 
@@ -565,19 +566,19 @@ class HookSpecs:
         ``torch.amp.GradScaler`` for the device type.
         """
 
-    @_hook("device")
+    @_hook("backend", "device")
     def bf16_supported(self, run: Run) -> bool:
         """Whether bfloat16 computations work on the device. Default: what ``compute_dtypes`` says, else True."""
 
-    @_hook("device")
+    @_hook("backend", "device")
     def compile_backend(self, run: Run) -> str:
         """Backend for ``torch.compile`` when the user named none. Default: ``"inductor"``."""
 
-    @_hook("device")
+    @_hook("backend", "device")
     def profiler_activities(self, run: Run) -> list[Any]:
         """``torch.profiler.ProfilerActivity`` values to record on this device. Default: those torch supports here."""
 
-    @_hook("device")
+    @_hook("backend", "device")
     def is_out_of_memory(self, run: Run, error: BaseException) -> bool:
         """Whether an exception means that the device ran out of memory.
 

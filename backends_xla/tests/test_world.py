@@ -1,0 +1,177 @@
+"""The runtime's world against the plan: what does not fit is refused with what was found and what fits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backends_xla.tests.recipes import BATCH, SAMPLES, data, net, settings
+from drivetrain.testing.pool import WorkerError
+from drivetrain_xla.pairing import mismatch
+
+Runner = Callable[..., Any]
+
+needs_engine = pytest.mark.skipif(mismatch() is not None, reason="make test-xla has an environment with the pair")
+
+
+def _world() -> dict[str, Any]:
+    from torch.utils.data import DataLoader
+
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(net(), DataLoader(data(), batch_size=BATCH))
+    world = accelerator.run.world
+    rows = [x.shape[0] for x, _ in loader]
+    return {
+        "size": world.size,
+        "data_size": world.data_size,
+        "feeds": world.feeds,
+        "device": str(accelerator.device),
+        "rows": rows,
+        "total": loader.total_batch_size,
+        "type": str(accelerator.distributed_type),
+        "parameters": {str(parameter.device) for parameter in model.parameters()},
+    }
+
+
+def test_one_process_feeds_all_devices_of_a_mesh(on_a_mesh: Runner) -> None:
+    found = on_a_mesh(_world, config=settings(spmd=True))
+    assert (found["size"], found["data_size"], found["feeds"], found["total"]) == (1, 4, 4, 4 * BATCH)
+    assert found["rows"] == [4 * BATCH] * (SAMPLES // (4 * BATCH))
+    assert found["type"] == "XLA"
+    assert found["parameters"] == {"xla:0"}
+
+
+def test_devices_that_share_samples_are_no_data_shards(on_a_mesh: Runner) -> None:
+    section = {"mesh": {"model": 2}, "partition": {"first.weight": ["model", None]}}
+    found = on_a_mesh(_world, config=settings(spmd=True, **section))
+    assert (found["size"], found["data_size"], found["feeds"]) == (1, 2, 2)
+
+
+def test_one_device_is_a_world_of_one(on_one_device: Runner) -> None:
+    found = on_one_device(_world, config=settings())
+    assert (found["size"], found["data_size"], found["feeds"], found["device"]) == (1, 1, 1, "xla:0")
+
+
+def _metrics() -> tuple[list[float], list[float]]:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11.0)), batch_size=BATCH))
+    return accelerator.gather_for_metrics([x for (x,) in loader][-1]).tolist(), [
+        value for (x,) in loader for value in accelerator.gather_for_metrics(x).tolist()
+    ]
+
+
+def test_metrics_see_each_sample_of_an_odd_number_once(on_a_mesh: Runner) -> None:
+    _last, everything = on_a_mesh(_metrics, config=settings(spmd=True))
+    assert everything == list(range(11))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"spmd": True, "mesh": {"fsdp": 3}}, r"does not make 4 device"),
+        ({"spmd": True, "runtime": "TPU"}, "xla.runtime is TPU, and the environment variable PJRT_DEVICE is CPU"),
+        ({"spmd": True, "runtime": "CPU", "cpu_devices": 2}, "xla.cpu_devices is 2, and the runtime has 4"),
+        ({"spmd": True, "mesh": {"model": 2}, "partition": {"nothing": ["model"]}}, "'nothing' matches no parameter"),
+        ({"spmd": True, "mesh": {"model": 2}, "partition": {"first.weight": ["model"]}}, "names 1 axes"),
+        ({"spmd": True, "mesh": {"fsdp": 4}, "fsdp_blocks": ["Block"]}, "Net has no Block; it has Linear, Net"),
+    ],
+)
+def test_a_section_that_does_not_fit_the_devices_or_the_model_is_refused(
+    on_a_mesh: Runner, section: dict[str, Any], words: str
+) -> None:
+    on_a_mesh(_world, config=settings(spmd=True))
+    with pytest.raises(WorkerError, match=words):
+        on_a_mesh(_world, config=settings(**section))
+
+
+def _back_from_spmd() -> None:
+    from drivetrain import Accelerator
+    from drivetrain_xla import XlaConfig
+    from drivetrain_xla.runtime import start
+
+    Accelerator()
+    start(XlaConfig())
+
+
+def test_a_process_does_not_go_back_from_spmd(on_a_mesh: Runner) -> None:
+    with pytest.raises(WorkerError, match="computes by SPMD already"):
+        on_a_mesh(_back_from_spmd, config=settings(spmd=True))
+
+
+@pytest.mark.parametrize("more", [{"device": "cuda"}, {"gpu_ids": [0]}, {"mixed_precision": "fp16"}])
+def test_a_setting_that_would_not_be_followed_is_refused(on_a_mesh: Runner, more: dict[str, Any]) -> None:
+    with pytest.raises(WorkerError, match=next(iter(more))):
+        on_a_mesh(_world, config=settings(spmd=True) | more)
+
+
+# ------------------------------------------------------------------------------------------------ in fresh processes
+
+
+def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "CPU_NUM", "DRIVETRAIN_"))}
+    return subprocess.run(
+        [str(each) for each in command], env=environment | variables, capture_output=True, text=True, timeout=100
+    )
+
+
+@needs_engine
+def test_two_worlds_of_one_are_refused(tmp_path: Path) -> None:
+    """What a launcher that knows nothing of the runtime starts."""
+    script = tmp_path / "train.py"
+    script.write_text("from drivetrain import Accelerator\nAccelerator()\n")
+    config = tmp_path / "config.yaml"
+    config.write_text("backend: xla\n")
+    foreign = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "DRIVETRAIN_CONFIG": str(config),
+    }
+    found = run(sys.executable, script, **foreign)
+    assert found.returncode == 1
+    assert "planned 2 process(es), and the CPU runtime is a world of 1 with 1 device(s)" in found.stderr
+    assert "num_processes: 1 is what fits" in found.stderr
+
+
+@needs_engine
+@pytest.mark.parametrize("options", [[], ["--set", "xla.spmd=true", "--set", "xla.cpu_devices=4"]])
+def test_the_unchanged_script_is_launched_on_one_device_and_on_a_mesh(tmp_path: Path, options: list[str]) -> None:
+    script = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
+    chosen = ["--backend", "xla", "--set", "xla.runtime=CPU", *options]
+    found = run(sys.executable, "-m", "drivetrain", "launch", *chosen, script, "--epochs", "2")
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout.rpartition("test accuracy: ")[2]) > 0.8
+    assert "graphs compiled" in found.stderr
+
+
+@needs_engine
+def test_several_processes_on_a_runtime_that_is_one_are_refused_before_any_starts() -> None:
+    found = run(
+        sys.executable,
+        "-m",
+        "drivetrain",
+        "launch",
+        "--backend",
+        "xla",
+        "--set",
+        "xla.runtime=CPU",
+        "--num_processes",
+        "2",
+        __file__,
+    )
+    assert found.returncode != 0
+    assert "2 processes are asked for, but the runtime CPU is one process" in found.stderr
