@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends_xla.tests.recipes import BATCH, SAMPLES, data, net, settings
+from backends_xla.tests.recipes import BATCH, SAMPLES, WIDTH, data, net, parts, settings
 from drivetrain.testing.pool import WorkerError
 from drivetrain_xla.pairing import mismatch
 
@@ -76,6 +76,101 @@ def _metrics() -> tuple[list[float], list[float]]:
 def test_metrics_see_each_sample_of_an_odd_number_once(on_a_mesh: Runner) -> None:
     _last, everything = on_a_mesh(_metrics, config=settings(spmd=True))
     assert everything == list(range(11))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(13.0))
+
+
+def _streamed() -> list[float]:
+    from torch.utils.data import DataLoader
+
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=BATCH))
+    return [value for x in loader for value in accelerator.gather_for_metrics(x).tolist()]
+
+
+def test_metrics_see_each_sample_of_a_stream_once(on_a_mesh: Runner) -> None:
+    assert on_a_mesh(_streamed, config=settings(spmd=True)) == list(range(13))
+
+
+def _drawn(folder: str) -> list[list[float]]:
+    from drivetrain import Accelerator, set_seed
+
+    accelerator = Accelerator()
+
+    def draw() -> list[float]:
+        return torch.rand(3, device=accelerator.device).tolist()
+
+    set_seed(3)
+    first, second = draw(), draw()
+    set_seed(3)
+    again = draw()
+    accelerator.save_state(folder)
+    next_one = draw()
+    accelerator.load_state(folder)
+    return [first, second, again, next_one, draw()]
+
+
+def test_random_numbers_of_the_device_follow_the_seed_and_the_state(on_one_device: Runner, tmp_path: Path) -> None:
+    first, second, again, next_one, loaded = on_one_device(_drawn, str(tmp_path / "state"), config=settings())
+    assert first == again
+    assert first != second
+    assert second == next_one == loaded
+
+
+def _held() -> dict[str, list[int]]:
+    """Elements that each device holds of the first layer's weight, and of what the optimizer keeps for it."""
+    import torch_xla
+    from torch_xla.distributed.spmd import XLAShardedTensor
+
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = net()
+    optimizer, _ = parts(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(4, WIDTH, device=accelerator.device)).sum())
+    optimizer.step()
+    weight = model.first.weight
+    kept = optimizer.state[weight]["exp_avg"]
+    torch_xla.sync(wait=True)
+    return {
+        name: [shard.data.numel() for shard in XLAShardedTensor(tensor).local_shards]
+        for name, tensor in (("weight", weight), ("exp_avg", kept))
+    }
+
+
+def test_each_device_holds_its_part_of_parameters_and_optimizer_state(on_a_mesh: Runner) -> None:
+    whole = 32 * WIDTH
+    found = on_a_mesh(_held, config=settings(spmd=True, mesh={"fsdp": 4}))
+    assert found == {"weight": [whole // 4] * 4, "exp_avg": [whole // 4] * 4}
+    assert on_a_mesh(_held, config=settings(spmd=True, mesh={"fsdp": 2}))["weight"] == [whole // 2] * 4
+
+
+def _counted(steps: int) -> int:
+    from drivetrain import Accelerator
+    from drivetrain_xla.graphs import Graphs
+
+    accelerator = Accelerator()
+    model = net()
+    optimizer, schedule = parts(model)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    graphs = Graphs(0)
+    before = graphs.compiled
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(4, WIDTH, device=accelerator.device)).sum())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return graphs.compiled - before
+
+
+def test_steps_of_one_shape_share_their_graphs_whatever_the_learning_rate(on_one_device: Runner) -> None:
+    assert on_one_device(_counted, 12, config=settings()) <= 3
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from core.tests import loaders
 from core.tests.loaders import epoch, metric
 from drivetrain.data.collated import Collated, CollatedPieces, concatenate, join_rows, leading_rows, take_rows
+from drivetrain.data.loader import DataLoaderDispatcher
 
 prepare = functools.partial(loaders.prepare, dispatch_batches=False)
 """Every rank reads."""
@@ -251,3 +252,10 @@ def test_concatenating_joins_every_tensor_whatever_its_rows() -> None:
 )
 def test_rows_of_a_batch_of_unknown_making(batch: Any, rows: int) -> None:
     assert leading_rows(batch) == rows
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+def test_a_process_that_feeds_all_shards_dispatches_to_nobody(dispatch: bool | None) -> None:
+    loader = loaders.prepare(DataLoader(Stream(6), batch_size=2), 0, 4, feeds=4, dispatch_batches=dispatch)
+    assert not isinstance(loader, DataLoaderDispatcher)
+    assert epoch(loader) == [[0, 1, 2, 3, 4, 5, 0, 1]]

@@ -171,7 +171,9 @@ class Xla(Backend):
         self._graphs.cut()
         placed = _defaults().place(run, batch, non_blocking)
         self._graphs.saw(placed)
-        return placed if self._sharding is None else self._sharding.mark_samples(placed)
+        if self._sharding is not None:
+            self._sharding.mark_samples(placed, batch)
+        return placed
 
     @hookimpl
     def accumulate(self, run: Run, models: Sequence[nn.Module], last: bool) -> Any:

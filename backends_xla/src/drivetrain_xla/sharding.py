@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.errors import ConfigError
-from drivetrain.nested import map_tensors
+from drivetrain.nested import leaves, map_tensors
 from drivetrain_xla.mesh import Partitions, is_cut, mark
 
 if TYPE_CHECKING:
@@ -40,14 +40,19 @@ class Sharding:
         self._partitions = Partitions(config.partition, sizes)
         self._specs: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def mark_samples(self, data: Any) -> Any:
-        """Cut the first dimension of every tensor; one without dimensions is the same everywhere."""
-        return map_tensors(self._mark_rows, data)
+    def mark_samples(self, placed: Any, batch: Any = None) -> None:
+        """Cut the first dimension of every tensor; one without dimensions is the same everywhere.
 
-    def _mark_rows(self, tensor: Tensor) -> Tensor:
-        if tensor.ndim:
-            mark(tensor, self.mesh, (SAMPLES, *(None,) * (tensor.ndim - 1)))
-        return tensor
+        Args:
+            placed: What to mark.
+            batch: The same before it was placed: what was on the device already is left as it is, since it may be the
+                result of operations that have not run, where the engine takes no mark for data.
+        """
+        before = iter(leaves(batch))
+        for leaf in leaves(placed):
+            moved = batch is None or next(before) is not leaf
+            if moved and isinstance(leaf, Tensor) and leaf.ndim:
+                mark(leaf, self.mesh, (SAMPLES, *(None,) * (leaf.ndim - 1)))
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Cut a model's parameters, in place. With an axis ``fsdp``, its outputs and those of its blocks are cut too.

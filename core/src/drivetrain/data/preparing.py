@@ -63,7 +63,8 @@ def prepare_loader(
     else:
         sharding = _sharding(loader, configuration, data_rank, data_size, feeds)
         loader = _in_order(loader)
-    dispatch = sharding.data_size > 1 and _dispatches(loader, configuration)
+    # One process that feeds all shards has nobody to send anything to.
+    dispatch = sharding.feeds < sharding.data_size and _dispatches(loader, configuration)
     feed: Feed
     if dispatch:
         if collectives is None:
