@@ -69,6 +69,20 @@ def test_a_traceback_is_the_one_python_prints(launcher):
     assert "Traceback" not in said  # it stands just above
 
 
+def test_a_collective_that_failed_is_told_in_one_traceback(launcher):
+    script = launcher.script("""
+        from drivetrain.errors import CollectiveError
+        try:
+            raise RuntimeError("reset by peer")
+        except RuntimeError as error:
+            raise CollectiveError("all_gather failed: reset by peer") from error
+    """)
+    done = launcher.run("--num_processes", "1", script)
+    assert done.stderr.count("Traceback") == 1
+    assert "CollectiveError: all_gather failed: reset by peer" in done.stderr
+    assert launcher.run("--num_processes", "1", "--debug", script).stderr.count("Traceback") == 2
+
+
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [

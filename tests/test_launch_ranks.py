@@ -57,8 +57,9 @@ def test_one_rank_that_exits_ends_a_deaf_one_and_its_children(launcher):
     script = launcher.script(DEAF + "sys.exit(7) if rank == '1' else time.sleep(600)\n")
     done = two(launcher, script)
     assert done.returncode == 7
-    assert done.stderr.splitlines()[0].startswith("drivetrain launch: rank 1 of 2 failed first: exit code 7 (pid ")
-    assert done.stderr.splitlines()[1:] == ["drivetrain launch: stopped rank 0"]
+    first, last = done.stderr.splitlines()
+    assert first == "drivetrain launch: stopped rank 0"
+    assert last.startswith("drivetrain launch: rank 1 of 2 failed first: exit code 7 (pid ")
     assert launcher.leftovers() == []
     assert list(launcher.temporary.iterdir()) == []
 
@@ -92,11 +93,43 @@ def test_only_the_first_traceback_is_shown_at_the_end_with_its_notes(launcher):
     """)
     done = two(launcher, script)
     assert done.returncode == 1
-    last = done.stderr[done.stderr.index("drivetrain launch:") :]
-    assert last.startswith("drivetrain launch: rank 1 of 2 failed first: exit code 1")
-    assert "ValueError: xyz" in last
+    last = done.stderr[done.stderr.index("drivetrain launch: rank 1 of 2 failed first: exit code 1") :]
+    words = ["  ValueError: xyz", "  a note"] if hasattr(ValueError, "add_note") else ["  ValueError: xyz"]
+    assert last.splitlines()[-len(words) :] == words
     assert "connection closed" not in last
     assert "ChildFailedError" not in done.stderr
+
+
+def test_a_wrong_setting_ends_in_its_message_below_the_line_of_the_script(launcher):
+    script = launcher.script("""
+        from drivetrain.config import resolve
+        resolve(code={"mixed_precison": "bf16"})
+    """)
+    done = two(launcher, script)
+    told = done.stderr[done.stderr.index("failed first") :].splitlines()
+    message = "Accelerator(...): mixed_precison: unknown key; did you mean 'mixed_precision'?"
+    assert [line for line in told[1:] if "^" not in line] == [
+        "  Traceback (most recent call last):",
+        f'    File "{launcher.folder / script}", line 3, in <module>',
+        '      resolve(code={"mixed_precison": "bf16"})',
+        f"  drivetrain.errors.ConfigError: {message}",
+    ]
+    whole = launcher.run("--num_processes", "1", "--debug", script).stderr
+    assert "in resolve" in whole
+
+
+def test_of_ranks_that_fail_alike_one_prints_its_traceback(launcher):
+    script = launcher.script("""
+        import os, pathlib, time
+        folder = pathlib.Path(os.environ["DRIVETRAIN_RESOLVED"]).parent
+        while os.environ["RANK"] == "1" and not list(folder.glob("fault-*.json")):
+            time.sleep(0.001)
+        raise ValueError("xyz")
+    """)
+    done = two(launcher, script)
+    assert "drivetrain launch: rank 0 of 2 failed first: exit code 1" in done.stderr
+    assert done.stderr.splitlines()[-1] == "  ValueError: xyz"
+    assert done.stderr.count("Traceback") == 2  # of rank 0, and once more at the end
 
 
 def test_a_rank_that_failed_first_is_named_though_it_ends_last(launcher):

@@ -18,7 +18,7 @@ from drivetrain import Accelerator, AORecipeKwargs
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.plugin import Capabilities
 from drivetrain_fp8 import TorchaoConfig
-from drivetrain_fp8.float8_products import emulated, gathers, missing_products, reason_against
+from drivetrain_fp8.float8_products import _quiet_import, emulated, gathers, missing_products, reason_against
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install 'drivetrain-fp8[torchao]'")
 
@@ -345,3 +345,19 @@ def test_gathering_in_eight_bits_is_on_where_it_can_be() -> None:
     ]
     assert not gathers(TorchaoConfig(), Capabilities())
     assert not gathers(TorchaoConfig(recipe="rowwise"), able)
+
+
+def test_the_import_leaves_out_what_is_no_news_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    engine, torch_log = logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")
+    torch_log.addHandler(caplog.handler)  # torch's loggers hand nothing on
+    try:
+        with _quiet_import():
+            engine.warning("Failed to load _C_mxfp8.so: %s", "no such library")
+            torch_log.warning("<enum 'KernelPreference'> is an Enum subclass and is now natively supported")
+            engine.warning("Skipping import of cpp extensions due to incompatible torch version.")
+            torch_log.warning("<enum 'Color'> is an Enum subclass and is now natively supported")
+        engine.warning("Failed to load again")
+    finally:
+        torch_log.removeHandler(caplog.handler)
+    assert [message.split()[0] for message in dict.fromkeys(caplog.messages)] == ["Skipping", "<enum", "Failed"]
+    assert caplog.messages[1].startswith("<enum 'Color'>")

@@ -20,7 +20,7 @@ from drivetrain import (
     PartialState,
     state,
 )
-from drivetrain.errors import StateConflictError
+from drivetrain.errors import ConfigError, PluginNotFoundError, StateConflictError
 from drivetrain.handlers import TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_run")
@@ -38,6 +38,26 @@ def test_a_conflicting_second_accelerator_names_both_values() -> None:
     Accelerator(cpu=True, mixed_precision="bf16")
     with pytest.raises(StateConflictError, match=r"bf16.*fp16"):
         Accelerator(mixed_precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixed_precision": "bf61"}, r"^Accelerator\(\.\.\.\): no precision 'bf61'; did you mean 'bf16'\?"),
+        ({"backend": "snigle"}, "no backend 'snigle'; did you mean 'single'"),
+        ({"device": "torch", "mixed_precision": "bf61"}, "no precision 'bf61'"),
+    ],
+)
+def test_an_unknown_name_is_told_before_a_conflict(arguments: dict[str, Any], message: str) -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(PluginNotFoundError, match=message):
+        Accelerator(**arguments)
+
+
+def test_all_unknown_names_of_a_second_accelerator_are_told_at_once() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*no backend 'snigle'.*no precision 'bf61'"):
+        Accelerator(backend="snigle", mixed_precision="bf61")
 
 
 def test_nothing_is_written_to_the_environment() -> None:

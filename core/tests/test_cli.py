@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -163,6 +164,63 @@ def test_show_reports_plugins_and_sections_that_do_not_fit_below_the_values(home
     assert fourth == f"Error: {file}:4:10: single.speed: unknown key; known: none, it has no settings"
 
 
+WIDE = """
+import attrs, enum
+from drivetrain.plugin import Backend
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+@attrs.frozen
+class Inner:
+    rate: float = 0.5
+
+@attrs.frozen
+class WideConfig:
+    depth: int = 2
+    inner: Inner = Inner()
+    mode: Mode = Mode.FAST
+
+class Plug(Backend):
+    api = (1, 0)
+    Config = WideConfig
+"""
+
+
+def test_show_lists_every_key_of_the_plugins_that_are_chosen(home: Path, open_site: Any) -> None:
+    open_site.install_backend("wide", module=WIDE)
+    flags = ["--set", "backend=wide", "--set", "wide.inner.rate=0.1", "--set", "mixed_precision=fp16"]
+    rows = settings(invoke("config", "show", "--json", *flags))
+    shown = {key: (row["value"], row["origin"]) for key, row in rows.items() if key.startswith("wide.")}
+    assert shown == {
+        "wide.depth": (2, "default"),
+        "wide.inner.rate": (0.1, "command line"),
+        "wide.mode": ("fast", "default"),
+    }
+    assert (rows["fp16.init_scale"]["value"], rows["fp16.init_scale"]["origin"]) == (65536.0, "default")
+    assert not [key for key in rows if key.startswith("bf16.")]
+    table = invoke("config", "show", *flags).stdout
+    assert re.search(r"wide\.depth +2 +default", table)
+    assert re.search(r"wide\.mode +fast +default", table)
+
+
+def test_show_lists_the_keys_of_a_section_in_which_something_is_wrong(home: Path) -> None:
+    result = invoke("config", "show", "--json", "--set", "fp16.init_scale=big")
+    rows = settings(result)
+    assert (rows["fp16.init_scale"]["value"], rows["fp16.growth_factor"]["value"]) == ("big", 2.0)
+    assert json.loads(result.stdout)["problems"] == [
+        "command line: fp16.init_scale: expected a number, got the text 'big'"
+    ]
+
+
+def test_show_lists_the_keys_of_the_backend_that_several_processes_get(home: Path, site: Any) -> None:
+    source = "import attrs\nfrom drivetrain.plugin import *\nclass Plug(Backend):\n    api = (1, 0)\n"
+    source += "    default_for_many = True\n    Config = attrs.make_class('C', {'depth': attrs.field(default=2)})\n"
+    site.install_backend("wide", module=source)
+    assert settings(invoke("config", "show", "--json", "--set", "num_processes=2"))["wide.depth"]["value"] == 2
+    assert "wide.depth" not in settings(invoke("config", "show", "--json"))
+
+
 def test_show_has_the_problems_in_json_too(home: Path) -> None:
     result = invoke("config", "show", "--json", "--set", "backend=snigle")
     assert result.exit_code == 2
@@ -294,6 +352,17 @@ def test_plugins_lists_what_core_itself_offers() -> None:
     assert described == next(iter((Single.__doc__ or "").splitlines()))
     verbose = json.loads(invoke("plugins", "--json", "--verbose").stdout)
     assert all(row["description"] for row in verbose if row["distribution"] == "drivetrain")
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_plugins_fit_a_page_and_no_name_is_cut(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    table = invoke("plugins").stdout
+    assert max(map(len, table.splitlines())) <= (columns or 100)
+    for row in json.loads(invoke("plugins", "--json").stdout):
+        assert re.search(rf"{row['role']} +{row['name']} +{row['distribution']} {row['version']} ", table)
 
 
 def test_env_shows_versions_devices_and_settings_without_secrets(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

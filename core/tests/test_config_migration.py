@@ -193,14 +193,22 @@ def test_a_section_of_a_plugin_that_has_no_table_is_named_without_telling_to_ins
 # ----------------------------------------------------------------------------------------------------- where it is met
 
 
-def test_settings_are_refused_once_with_every_key_and_the_command(old: Path) -> None:
+def test_settings_are_refused_with_the_command_first(old: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(old, environment={})
-    first, *lines, last = str(caught.value).splitlines()
-    assert first == f"{old} is a configuration file of Accelerate's; here its keys are:"
-    assert lines[10] == f"  {old}:11:1: mixed_precision: the same"
-    assert len(lines) == len(ON_MANY.splitlines())
-    assert last == f"To have it translated: drivetrain config migrate {old} --output NEW.yaml"
+    command = f"drivetrain config migrate {old} --output NEW.yaml"
+    assert str(caught.value).splitlines() == [
+        f"{old} is a configuration file of Accelerate's; to have it translated: {command}",
+        "  19 of 19 keys are taken care of (8 the same, 11 with nothing to set)",
+    ]
+
+
+def test_a_refusal_names_what_a_translation_will_lack(old: Path) -> None:
+    old.write_text(f"{ON_MANY}tpu_name: pod-1\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve(old, environment={})
+    line = f"  {old}:20:1: tpu_name: pod-1: NOT TRANSLATED: there is no such setting here"
+    assert str(caught.value).splitlines()[2:] == [line]
 
 
 def test_a_single_key_of_theirs_in_a_file_of_ours_is_explained(tmp_path: Path) -> None:
@@ -216,7 +224,9 @@ def test_migrate_writes_a_file_that_is_read_here(old: Path, tmp_path: Path) -> N
     result = migrate(str(old), "--output", str(new))
     assert result.exit_code == 0, result.stderr
     assert result.stderr.endswith(f"wrote {new}; 1 key(s) could not be translated, see its end\n")
-    assert len(result.stderr.splitlines()) == len(ON_MANY.splitlines()) + 2
+    head, missing, _ = result.stderr.splitlines()
+    assert head == f"{old}: 19 of 20 keys are taken care of (8 the same, 11 with nothing to set); --verbose lists each"
+    assert missing.endswith("tpu_name: pod-1: NOT TRANSLATED: there is no such setting here")
     resolved = resolve(new, environment={})
     assert (resolved.run.mixed_precision, resolved.run.num_processes, resolved.run.gpu_ids) == ("bf16", 4, [0, 1])
     comment = f"#   {old}:20:1: tpu_name: pod-1: NOT TRANSLATED: there is no such setting here"
@@ -229,6 +239,19 @@ def test_migrate_shows_the_translation_alone_on_the_standard_output(old: Path) -
     result = migrate(str(old))
     assert result.exit_code == 0
     assert plain(parse(result.stdout, lambda mark: Origin("file"))) == settings(ON_MANY)  # type: ignore[arg-type]
+
+
+def test_migrate_says_of_every_key_what_became_of_it_when_asked(old: Path) -> None:
+    lines = migrate(str(old), "--verbose").stderr.splitlines()
+    assert len(lines) == len(ON_MANY.splitlines())
+    assert f"{old}:11:1: mixed_precision: the same" in lines
+
+
+def test_keys_are_counted_by_what_becomes_of_them() -> None:
+    text = "distributed_type: MULTI_CPU\nmixed_precision: bf16\nfp16: true\ndebug: false\ntpu_name: a\n"
+    assert translated(text).summary == (
+        "4 of 5 keys are taken care of (1 the same, 2 in other words, 1 with nothing to set)"
+    )
 
 
 def test_migrate_says_when_the_translation_is_not_valid_as_it_stands(old: Path) -> None:

@@ -166,10 +166,43 @@ def test_problems_of_all_sources_come_in_one_error(file: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run(file, {"tee": "x"}, {"gradient_accumulation_steps": 0, "device": 3}, {"DRIVETRAIN_MAX_RESTARTS": "a"})
     text = str(caught.value)
-    assert text.startswith("5 problems")
+    assert text.startswith("6 problems")
     for key in ("1:16: num_processes", "2:8: debug", "command line: tee", "Accelerator(...): device"):
         assert key in text
+    assert "Accelerator(...): gradient_accumulation_steps: must be at least 1, got 0" in text
     assert "environment DRIVETRAIN_MAX_RESTARTS: max_restarts: expected a whole number" in text
+
+
+def test_faults_of_every_kind_in_one_file_have_a_line_each(file: Path) -> None:
+    text = "debug: 1\nnmu_processes: 2\ntee: al\nnum_machines: 0\nmixed_precision: bf61\nfp16:\n  init_scale: big\n"
+    file.write_text(text + "  growth_factor: 0.5\n  speed: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, environment={})
+    head, *lines = str(caught.value).splitlines()
+    assert head == "8 problems in the settings:"
+    told = [line.strip().removeprefix(f"{file}:") for line in lines]
+    for line, start in zip(
+        told,
+        [
+            "1:8: debug: expected true or false, got the number 1",
+            "2:1: nmu_processes: unknown key; did you mean 'num_processes'?",
+            "3:6: tee: the text 'al' is not a choice; did you mean 'all'?",
+            "4:15: num_machines: must be at least 1, got 0",
+            "5:18: no precision 'bf61'; did you mean 'bf16'?",
+            "7:15: fp16.init_scale: expected a number, got the text 'big'",
+            "8:18: fp16.growth_factor: must be > 1.0: 0.5",
+            "9:3: fp16.speed: unknown key; known: output,",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(start)
+
+
+def test_a_section_that_is_no_mapping_is_told_once(file: Path) -> None:
+    file.write_text("fp16: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, environment={})
+    assert str(caught.value) == f"{file}:1:7: fp16: a plugin's section is a mapping of its settings, got the number 3"
 
 
 def test_a_wrong_value_is_an_error_even_if_a_better_source_hides_it(file: Path) -> None:

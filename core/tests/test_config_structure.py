@@ -166,6 +166,7 @@ def test_one_error_lists_every_problem_of_a_section_in_nested_tables_too(tmp_pat
         "3:11: part.inner.size: expected a whole number, got the text 'big'",
         "4:5: part.inner.nmes: unknown key; did you mean 'names'?",
         "5:20: part.many.a.size: expected a whole number, got the number 1.5",
+        "6:10: part.ratio: must be <= 1.0: 3.0",
         "7:9: part.mode: the text 'ful' is not a choice; did you mean 'full'? Choices: none, full, no",
         "8:3: part.extra: unknown key; known: inner, maybe, many, ratio, mode",
     ]
@@ -201,6 +202,32 @@ def test_several_validators_are_reported_each_at_its_key(tmp_path: pathlib.Path)
         "2:8: part.low: must be >= 0: -1",
         "4:9: part.step: one has to get ahead",
     ]
+
+
+def test_a_validator_is_heard_beside_a_wrong_type(tmp_path: pathlib.Path) -> None:
+    assert problems_of(tmp_path, "low: -1\nhigh: many\nstep: 0", Ranges) == [
+        "2:8: part.low: must be >= 0: -1",
+        "3:9: part.high: expected a whole number, got the text 'many'",
+        "4:9: part.step: one has to get ahead",
+    ]
+
+
+def test_a_validator_that_looks_at_other_keys_waits_until_they_are_right(tmp_path: pathlib.Path) -> None:
+    def below_high(instance: Any, attribute: Any, value: int) -> None:
+        if value > instance.high:
+            raise ValueError(f"low ({value}) is above high")
+
+    cls = attrs.make_class(
+        "Pair",
+        {
+            "low": attrs.field(type=int, default=0, validator=below_high),
+            "high": attrs.field(type=int, default=10),
+        },
+    )
+    assert problems_of(tmp_path, "low: 11\nhigh: many", cls) == [
+        "3:9: part.high: expected a whole number, got the text 'many'"
+    ]
+    assert problems_of(tmp_path, "low: 11", cls) == ["2:8: part.low: low (11) is above high"]
 
 
 def test_keys_that_contradict_each_other_are_reported_at_the_first_named(tmp_path: pathlib.Path) -> None:

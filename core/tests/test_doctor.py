@@ -42,6 +42,12 @@ def test_device_says_whether_it_is_present(site):
     assert "OSError: lib missing" in present.detail
 
 
+@pytest.mark.parametrize(("there", "said"), [("True", "yes, Abacus"), ("False", "no Abacus")])
+def test_a_device_is_called_by_its_own_name(site, there, said):
+    site.install_device("vendor", f"label = 'Abacus'\n@classmethod\ndef present(cls): return {there}")
+    assert examine("device", "vendor")["present"] == Check("present", None, said)
+
+
 def test_plugin_that_raises_at_import_is_a_row_with_the_cause(site):
     site.install_backend("alpha", module="raise RuntimeError('driver too old')")
     (check,) = examine("backend", "alpha").values()

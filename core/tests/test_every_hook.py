@@ -21,8 +21,8 @@ from drivetrain.launch.script import ready, run
 from drivetrain.operations import is_bf16_available
 
 HOOKS = hookspecs.hooks()
-SERVICES = {"synchronize", "memory", "reduce_ops"}
-"""What core offers to plugins and users and has no use for itself: asked here as they would, by ``run.hooks``."""
+SERVICES = {"reduce_ops"}
+"""What core offers to backends and has no use for itself: asked here as they would, by ``run.hooks``."""
 OF_SEVERAL = {"collectives", "join"}
 """Called where there are several processes: for all backends by the conformance kit, ``join`` by its group *data*."""
 OTHERWISE = {"launch": "return 0", "compile_model": "return None"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from typing import Any
@@ -53,6 +54,22 @@ def test_a_reducer_of_ones_own_is_used(reducer):
 
 def test_an_error_says_so_when_nothing_fits():
     with pytest.raises(DrivetrainError, match="from 4 down, and zero is reached"):
+        find_executable_batch_size(fits_at_most(0, []), starting_batch_size=4)()
+
+
+def test_each_try_that_failed_is_in_the_log_with_the_memory_in_use(
+    fresh_run: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="drivetrain")
+    find = find_executable_batch_size(fits_at_most(2, []), starting_batch_size=4)
+    find()
+    assert caplog.messages == ["train ran out of memory with batch size 4"]  # no run, no device
+    Accelerator(cpu=True)
+    caplog.clear()
+    find()
+    (message,) = caplog.messages
+    assert re.fullmatch(r"train ran out of memory with batch size 4 \(cpu: [\d.]+ of [\d.]+ GiB in use\)", message)
+    with pytest.raises(DrivetrainError, match=r"not even the smallest batch fits \(cpu: .* GiB in use\)"):
         find_executable_batch_size(fits_at_most(0, []), starting_batch_size=4)()
 
 

@@ -39,6 +39,13 @@ def test_fewer_gpu_ids_than_processes_is_an_error() -> None:
         runtime.start(settings(gpu_ids="0"), Topology(size=2, local_size=2, launcher="torchrun"))
 
 
+def test_devices_are_called_as_their_plugin_says() -> None:
+    with pytest.raises(ConfigError, match=r"1 CPU process\(s\) for 2 processes"):
+        runtime.start(
+            settings(gpu_ids="0", device="cpu", backend="ddp"), Topology(size=2, local_size=2, launcher="torchrun")
+        )
+
+
 def test_a_backend_for_one_process_is_refused_for_several() -> None:
     with pytest.raises(DrivetrainError, match=r"this run has 2 processes, but backend 'single' \(command line\)"):
         runtime.start(settings(backend="single"), Topology(size=2, local_size=2, launcher="torchrun"))

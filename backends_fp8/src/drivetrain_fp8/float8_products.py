@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -84,10 +87,36 @@ def _scales(device_type: str, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor
 def _import_problem() -> str | None:
     """Why the engine can't be imported. Asked early: later, other ranks would wait for this one meanwhile."""
     try:
-        import torchao.float8  # noqa: F401
+        with _quiet_import():
+            import torchao.float8  # noqa: F401
     except Exception as error:  # an engine that is broken may raise anything
         return f"torchao.float8 can't be imported: {type(error).__name__}: {error}"
     return None
+
+
+_NO_NEWS = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass",
+}
+"""How that begins which the engine's import says on every rank, by logger: of its kernels for inference, which it
+brings for all GPUs at once and which training in float8 doesn't use, and to its own authors."""
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Context in which the engine may be imported without saying what is no news to a user."""
+    filters = {name: functools.partial(_is_news, beginning) for name, beginning in _NO_NEWS.items()}
+    for name, one in filters.items():
+        logging.getLogger(name).addFilter(one)
+    try:
+        yield
+    finally:
+        for name, one in filters.items():
+            logging.getLogger(name).removeFilter(one)
+
+
+def _is_news(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)
 
 
 def checks() -> Iterator[Check]:

@@ -203,8 +203,12 @@ def _plugin_checks(role: str, name: str) -> Iterator[Check]:
         return
     yield Check("load", True, f"API {plugin.api[0]}.{plugin.api[1]}")
     if issubclass(plugin, Device) and not plugin.generic:
-        yield from _guarded("present", lambda: [Check("present", None, "yes" if plugin.present() else "no")])
+        yield from _guarded("present", lambda: [Check("present", None, _presence(plugin))])
     yield from _guarded("checks", plugin.checks)
+
+
+def _presence(device: type[Device]) -> str:
+    return f"yes, {device.label}" if device.present() else f"no {device.label}"
 
 
 def _tracker_checks(tracker: type) -> Iterator[Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from drivetrain import state
 from drivetrain.errors import DrivetrainError
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "looks_out_of_memory", "release_memory"]
+
+logger = logging.getLogger(__name__)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -77,7 +80,7 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def find(*args: Any, **kwargs: Any) -> Any:
         _check_call(function, args, kwargs)
-        batch_size = starting_batch_size
+        batch_size, used = starting_batch_size, ""
         while batch_size > 0:
             clear_device_cache(garbage_collection=True)
             try:
@@ -85,14 +88,28 @@ def find_executable_batch_size(
             except Exception as error:
                 if not _is_out_of_memory(error):
                     raise
+                used = _memory_in_words()  # now, while the failed try still holds it
             # Outside of the handler, where the exception no longer keeps the frames of the failed try alive.
-            batch_size = smaller(batch_size)
+            failed, batch_size = batch_size, smaller(batch_size)
+            logger.info("%s ran out of memory with batch size %d%s", function.__name__, failed, used)
         raise DrivetrainError(
             f"{function.__name__} ran out of memory with every batch size from {starting_batch_size} down, and zero is "
-            f"reached: not even the smallest batch fits"
+            f"reached: not even the smallest batch fits{used}"
         )
 
     return find
+
+
+def _memory_in_words() -> str:
+    """What is in use on the device, as far as that is counted; empty if it is not."""
+    runtime = state.current()
+    if runtime is None:  # before there is a run, nothing is on a device
+        return ""
+    numbers = runtime.run.hooks.memory(run=runtime.run)
+    if "allocated" not in numbers:
+        return ""
+    total = f" of {numbers['total'] / 2**30:.1f}" if "total" in numbers else ""
+    return f" ({runtime.run.world.device}: {numbers['allocated'] / 2**30:.1f}{total} GiB in use)"
 
 
 def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

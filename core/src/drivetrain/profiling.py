@@ -81,6 +81,7 @@ def profile(run: Run, handler: ProfileKwargs) -> Iterator[Any]:
     """Record what happens in the context; write a rank's trace where the handler says."""
     with handler.build(run.hooks.profiler_activities(run=run)) as profiler:
         yield profiler
+        run.hooks.synchronize(run=run)  # what the device has not done yet would be missing in the trace
     if handler.output_trace_dir is None:
         return
     folder = Path(handler.output_trace_dir)

@@ -32,6 +32,7 @@ __all__ = [
     "exports",
     "extras",
     "find",
+    "find_precision",
     "keyword",
     "keywords",
     "load",
@@ -74,6 +75,20 @@ def find(role: str, name: str, *, where: str | None = None) -> Entry:
     return _only(providers, where)
 
 
+def find_precision(name: str, *, where: str | None = None) -> Entry | None:
+    """The installed precision of that name; None if it is a family, whose member depends on device and backend.
+
+    Raises:
+        PluginError: As of ``find``.
+    """
+    try:
+        return find("precision", name, where=where)
+    except PluginNotFoundError:
+        if any(found.family == name for found in load_all("precision")[0].values()):
+            return None
+        raise
+
+
 def _qualified(installed: Mapping[str, tuple[Entry, ...]], name: str) -> tuple[Entry, ...]:
     """Who provides a name given in full."""
     distribution, _, short = name.rpartition(":")
@@ -105,11 +120,11 @@ def _not_found(role: str, name: str) -> str:
     if name in offered:
         return f'{role} {name!r} is not installed: pip install "{CORE}[{name}]"'
     message = f"no {role} {name!r}"
-    close = difflib.get_close_matches(name, [*installed, *offered], n=1)
-    if close and close[0] in installed:
-        message += f"; did you mean {close[0]!r}?"
-    elif close:
-        message += f'; did you mean {close[0]!r}? It is not installed: pip install "{CORE}[{close[0]}]"'
+    close = _closest(role, name)
+    if close:
+        message += f"; did you mean {close!r}?"
+    if close and close not in installed:
+        message += f' It is not installed: pip install "{CORE}[{close}]"'
     elsewhere = [other for other, names in entries().items() if name in names]
     if elsewhere:
         message += f" ({name!r} is a {elsewhere[0]}: {_KEYS.get(elsewhere[0], elsewhere[0])}: {name})"
@@ -117,6 +132,11 @@ def _not_found(role: str, name: str) -> str:
     if not close and offered:
         message += f'. To be had by pip install "{CORE}[NAME]": {", ".join(offered)}'
     return "; ".join([message, *discovery.problems()])
+
+
+def _closest(role: str, name: str) -> str | None:
+    """The name, of what is installed and what can be had, that was probably meant."""
+    return next(iter(difflib.get_close_matches(name, [*entries()[role], *plugin_extras(role)], n=1)), None)
 
 
 def _listing(installed: Mapping[str, tuple[Entry, ...]]) -> str:
@@ -302,7 +322,9 @@ def resolve_precision(
     )
     reasons = [str(error) for error in broken.values()]
     if not members:
-        raise PluginNotFoundError(_located(where, ". ".join([_not_found("precision", name), *reasons])))
+        # One that can't be loaded may be of that family, unless it is plain what was meant.
+        told = [] if _closest("precision", name) in loaded else reasons
+        raise PluginNotFoundError(_located(where, ". ".join([_not_found("precision", name), *told])))
     for unconfigured, _, member in members:
         entry = by_name("precision")[member]
         reason = _reason_against(entry, capabilities, device_type, configure, dtypes)

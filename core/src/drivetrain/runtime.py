@@ -112,7 +112,7 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
 
     from drivetrain import defaults
 
-    topology = _assign_device(Topology.from_environment() if topology is None else topology, resolved.run)
+    topology = Topology.from_environment() if topology is None else topology
     hooks = Hooks(defaults)
 
     backend_entry, backend_notes = choose_backend(resolved, topology.size)
@@ -127,6 +127,7 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
     device_entry, device_notes = choose_device(resolved)
     registry.check_engines(backend_entry, device_entry)
     _register(hooks, device_entry, create(device_entry, resolved))
+    topology = _assign_device(topology, resolved.run, registry.load(device_entry).label)
     device: torch.device = _expect(hooks, "device", hooks.device(topology=topology), torch.device)
     dtypes = hooks.compute_dtypes(device=device)
 
@@ -162,13 +163,13 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
     return runtime
 
 
-def _assign_device(topology: Topology, config: RunConfig) -> Topology:
-    """Give each process of this machine its entry of ``gpu_ids``."""
+def _assign_device(topology: Topology, config: RunConfig, label: str = "device") -> Topology:
+    """Give each process of this machine its entry of ``gpu_ids``; ``label`` is what one of them is called."""
     if isinstance(config.gpu_ids, str):
         return topology
     if topology.local_size > len(config.gpu_ids):
         raise ConfigError(
-            f"gpu_ids names {len(config.gpu_ids)} device(s) for {topology.local_size} processes on this machine; "
+            f"gpu_ids names {len(config.gpu_ids)} {label}(s) for {topology.local_size} processes on this machine; "
             f"name one for each process (the same one several times, if they are to share it)"
         )
     return attrs.evolve(topology, device_index=config.gpu_ids[topology.local_rank])

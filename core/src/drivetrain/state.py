@@ -47,6 +47,8 @@ def ensure(code: Mapping[str, Any] | None = None, config_file: Any = None) -> Ru
         config_file: As for ``drivetrain launch --config_file``.
 
     Raises:
+        ConfigError: A setting is wrong; one line for each.
+        PluginNotFoundError: A plugin that is named is not there, also where a run with another one is there already.
         StateConflictError: The process runs already, with another value for one of ``code``.
     """
     global _runtime
@@ -54,13 +56,15 @@ def ensure(code: Mapping[str, Any] | None = None, config_file: Any = None) -> Ru
     if _runtime is not None:
         _check_same(_runtime, code)
         return _runtime
+    from drivetrain.checking import telling_all
     from drivetrain.config import resolve
     from drivetrain.logging import configure
     from drivetrain.runtime import start
 
     resolved = resolve(config_file=config_file, code=code)
     configure(resolved.run.log_level)
-    _runtime = start(resolved)
+    with telling_all(resolved):
+        _runtime = start(resolved)
     atexit.register(_close_at_exit)
     return _runtime
 
@@ -72,10 +76,23 @@ def _check_same(runtime: Runtime, code: Mapping[str, Any]) -> None:
         have = runtime.resolved.value(key)
         chosen = runtime.run.names.get({"mixed_precision": "precision"}.get(key, key))
         if wanted not in (have, chosen):
+            _check_right(code)
             raise StateConflictError(
                 f"this process already runs with {key}={have!r} ({runtime.resolved.origin(key)}), "
                 f"so it can't have {key}={wanted!r} now; create the first Accelerator or state with it"
             )
+
+
+def _check_right(code: Mapping[str, Any]) -> None:
+    """Raise for what is wrong in itself, such as the name of no plugin: the mistake to mend before any conflict."""
+    from drivetrain.checking import NAMING, named, telling_all
+    from drivetrain.config import Origin, Resolved
+    from drivetrain.config.layers import from_arguments
+
+    asked = Resolved(layers=(from_arguments(code, Origin("code")),))
+    with telling_all(asked):
+        for key in NAMING:
+            named(asked, key)
 
 
 def reset(error: BaseException | None = None) -> None:

@@ -10,7 +10,7 @@ import click
 from drivetrain.cli.options import command_line, config_file_option, json_option, option, set_option, setting_options
 
 if TYPE_CHECKING:
-    from drivetrain.config import Resolved
+    from drivetrain.config import Resolved, Row
 
 __all__ = ["config"]
 
@@ -28,57 +28,66 @@ def config(ctx: click.Context) -> None:
 @set_option
 @json_option
 def show(config_file: str | None, assignments: tuple[str, ...], as_json: bool) -> None:
-    """Show every setting, its value, and where it came from.
+    """Show every setting, its value, and where it came from; also of the plugins that are chosen.
 
     Plugins that are not there and sections that they refuse are reported below; the exit code is 2 then.
     """
-    from drivetrain.cli.checking import problems_of
+    from drivetrain.checking import problems_of, sections_in_force
     from drivetrain.config import resolve
 
     resolved = resolve(config_file, command_line({}, assignments))
     problems = problems_of(resolved)
+    rows = resolved.rows(sections_in_force(resolved))
     if as_json:
-        _print_json(resolved, problems)
+        _print_json(resolved, rows, problems)
     else:
-        _print_table(resolved)
+        _print_table(resolved, rows)
     for problem in problems:
         click.echo(f"Error: {problem}", err=True)
     if problems:
         raise SystemExit(2)
 
 
-def _print_json(resolved: Resolved, problems: list[str]) -> None:
+def _print_json(resolved: Resolved, rows: list[Row], problems: list[str]) -> None:
     import json
+
+    from drivetrain.config.values import display
 
     shadowed: dict[str, list[dict[str, str]]] = {}
     for row in resolved.overridden():
         shadowed.setdefault(row.key, []).append({"value": row.shadowed, "origin": str(row.shadowed_origin)})
     settings = [
         {"key": row.key, "value": row.value, "origin": str(row.origin), "overridden": shadowed.get(row.key, [])}
-        for row in resolved.rows()
+        for row in rows
     ]
     shown = {"config_file": resolved.config_file, "settings": settings, "problems": problems}
-    click.echo(json.dumps(shown, indent=2))
+    click.echo(json.dumps(shown, indent=2, default=display))
 
 
-def _print_table(resolved: Resolved) -> None:
+def _print_table(resolved: Resolved, rows: list[Row]) -> None:
     from drivetrain.cli.output import print_table
 
     said: dict[str, str] = {}
     for row in resolved.overridden():
         said[row.key] = said.get(row.key, "") + f"; {row.shadowed_origin} said {row.shadowed}"
     click.echo(f"config file: {resolved.config_file or 'none'}")
-    rows = [(row.key, row.text, f"{row.origin}{said.get(row.key, '')}") for row in resolved.rows()]
-    print_table(("key", "value", "origin"), rows)
+    cells = [(row.key, row.text, f"{row.origin}{said.get(row.key, '')}") for row in rows]
+    print_table(("key", "value", "origin"), cells, faint=lambda row: row[2] == "default")
 
 
 @config.command()
 @click.argument("file", required=False)
 def check(file: str | None) -> None:
     """Check FILE, else the file that would be read, with the sections of all installed plugins."""
-    from drivetrain.cli.checking import check_config_file
+    from drivetrain.checking import problems_of
+    from drivetrain.config import resolve
+    from drivetrain.config.problems import fail
 
-    path, sections = check_config_file(file)
+    location = ("DRIVETRAIN_CONFIG", "DRIVETRAIN_HOME", "XDG_CONFIG_HOME")  # nothing else of this environment
+    resolved = resolve(file, {}, environment={name: os.environ[name] for name in location if name in os.environ})
+    if problems := problems_of(resolved):
+        fail(problems)
+    path, sections = resolved.config_file, resolved.sections()
     checked = f" (sections: {', '.join(sections)})" if sections else ""
     click.echo(f"{path}: no problem found{checked}" if path else "there is no config file; all settings are defaults")
 
@@ -100,11 +109,12 @@ def default(config_file: str | None, assignments: tuple[str, ...], overwrite: bo
 @click.argument("file")
 @option("--output", metavar="FILE", help="Write the translation there instead of on the terminal.")
 @option("--overwrite", is_flag=True, help="Replace that file if there is one.")
-def migrate(file: str, output: str | None, overwrite: bool) -> None:
-    """Translate FILE, a configuration of Accelerate's, and say of each of its keys what it is here.
+@option("--verbose", "-v", is_flag=True, help="Say of every key what has become of it.")
+def migrate(file: str, output: str | None, overwrite: bool, verbose: bool) -> None:
+    """Translate FILE, a configuration of Accelerate's, and say which of its keys have no counterpart here.
 
-    Nothing is left out in silence: what has no counterpart is listed, in the translation too. The exit code is 2 if the
-    translation is not valid as it stands.
+    Nothing is left out in silence: what could not be translated is listed, in the translation too. The exit code is 2
+    if the translation is not valid as it stands.
     """
     from pathlib import Path
 
@@ -115,7 +125,9 @@ def migrate(file: str, output: str | None, overwrite: bool) -> None:
 
     translation = translate(read_file(file))
     text = translated_text(file, translation)
-    for line in translation.lines:
+    if not verbose:
+        click.echo(f"{file}: {translation.summary}; --verbose lists each", err=True)
+    for line in translation.lines if verbose else translation.missing:
         click.echo(line, err=True)
     if output is None:
         click.echo(text, nl=False)

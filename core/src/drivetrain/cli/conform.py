@@ -31,6 +31,7 @@ __all__ = ["conform"]
 @set_option
 @json_option
 @option("--markdown", is_flag=True, help="Print the table as Markdown.")
+@option("--durations", type=click.IntRange(min=1), metavar="NUMBER", help="Also print so many of the slowest checks.")
 @option("--list", "only_list", is_flag=True, help="List the checks, and run none.")
 def conform(
     pattern: str | None,
@@ -38,6 +39,7 @@ def conform(
     assignments: tuple[str, ...],
     as_json: bool,
     markdown: bool,
+    durations: int | None,
     only_list: bool,
     **plugins: Any,
 ) -> None:
@@ -64,7 +66,7 @@ def conform(
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        _show(report, markdown)
+        _show(report, markdown, durations)
     if report.failed:
         raise SystemExit(1)
 
@@ -113,7 +115,7 @@ class _Progress:
         self._bar.stop()
 
 
-def _show(report: Report, markdown: bool) -> None:
+def _show(report: Report, markdown: bool, durations: int | None) -> None:
     from drivetrain.testing.conformance.report import STATUSES
 
     if details := report.details():
@@ -125,4 +127,6 @@ def _show(report: Report, markdown: bool) -> None:
         from drivetrain.cli.output import print_table
 
         print_table(("group", *STATUSES), report.rows())
+    if durations:
+        click.echo(report.durations(durations))
     click.echo(report.summary())

@@ -158,11 +158,17 @@ def _several_note(name: str) -> str:
 
 def _show(resolved: Resolved, prepared: Prepared) -> None:
     """Print the plan, the environment of its processes and every setting with its origin."""
+    from drivetrain.checking import sections_in_force
     from drivetrain.cli.output import print_table
 
+    rows = resolved.rows(sections_in_force(resolved))
     print_table(("plan", ""), _plan_rows(prepared))
     print_table(("variable", "value", "of"), _environment_rows(prepared))
-    print_table(("setting", "value", "origin"), [(row.key, row.text, str(row.origin)) for row in resolved.rows()])
+    print_table(
+        ("setting", "value", "origin"),
+        [(row.key, row.text, str(row.origin)) for row in rows],
+        faint=lambda row: row[2] == "default",
+    )
 
 
 def _plan_rows(prepared: Prepared) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ def problems_in(text: str, name: str) -> list[str]:
         text: Its content.
         name: What it is called in messages.
     """
-    from drivetrain.cli.checking import problems_of
+    from drivetrain.checking import problems_of
     from drivetrain.config.reader import parse
     from drivetrain.config.resolved import Resolved
     from drivetrain.config.sections import check_top_level, installed_sections

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["print_table"]
 
 _WIDE = 1000
+_FOR_READING = 100
+"""Columns of a table in a pipe, where ``$COLUMNS`` doesn't say."""
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """Print rows of text. In a pipe, lines are as long as they need to be, so that they can be searched."""
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
+    *,
+    faint: Callable[[Sequence[str]], bool] = lambda row: False,
+    prose: bool = False,
+) -> None:
+    """Print rows of text. In a pipe, lines are as long as they need to be, so that they can be searched.
+
+    Args:
+        columns: Headings.
+        rows: A text for each column.
+        title: Above the table.
+        faint: Which rows are of little interest; a terminal shows them dimmed.
+        prose: The last column holds sentences: it is wrapped in a pipe too, at a width that can be read, and all other
+            columns are kept whole.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -18,8 +37,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_WIDE)
-    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        console = Console(width=shutil.get_terminal_size((_FOR_READING, 0)).columns if prose else _WIDE)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=prose and column != columns[-1])
     for row in rows:
-        table.add_row(*(Text(cell, overflow="fold") for cell in row))  # Text, since cells may hold [brackets]
+        style = "dim" if faint(row) else None
+        table.add_row(*(Text(cell, overflow="fold") for cell in row), style=style)  # cells may hold [brackets]
     console.print(table)

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 __all__ = ["plugins"]
 
-_COLUMNS = ("role", "name", "distribution", "version", "entry", "description")
+_FACTS = ("role", "name", "distribution", "version", "entry", "description")
 
 
 @click.command()
 @json_option
 @option("--verbose", "-v", is_flag=True, help="Import each plugin, and show what it says of itself or why it can't.")
 def plugins(as_json: bool, verbose: bool) -> None:
-    """List installed backends, devices, precisions and trackers. Imports none of them, unless --verbose."""
+    """List installed backends, devices, precisions and trackers. Imports none of them, unless --verbose.
+
+    With --json, where each is found, too.
+    """
     from drivetrain import discovery
 
     describe = _own_words if verbose else _summary
@@ -33,11 +36,12 @@ def plugins(as_json: bool, verbose: bool) -> None:
     if as_json:
         import json
 
-        click.echo(json.dumps([dict(zip(_COLUMNS, row, strict=True)) for row in rows], indent=2))
+        click.echo(json.dumps([dict(zip(_FACTS, row, strict=True)) for row in rows], indent=2))
     else:
         from drivetrain.cli.output import print_table
 
-        print_table(_COLUMNS, rows)
+        cells = [(role, name, f"{owner} {version}", about) for role, name, owner, version, _, about in rows]
+        print_table(("role", "name", "distribution", "description"), cells, prose=True)
     for problem in discovery.problems():
         click.echo(f"Warning: {problem}", err=True)
 

@@ -129,6 +129,16 @@ class Translation:
         """Lines of what was not translated."""
         return [line for line in self.lines if not line.translated]
 
+    @property
+    def summary(self) -> str:
+        """How many keys are taken care of: ``18 of 20 keys are taken care of (10 the same, ...)``."""
+        same = sum(list(line.settings) == [line.key] for line in self.lines)
+        set_here = sum(bool(line.settings) for line in self.lines)
+        fine = len(self.lines) - len(self.missing)
+        counts = {"the same": same, "in other words": set_here - same, "with nothing to set": fine - set_here}
+        how = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        return f"{fine} of {len(self.lines)} keys are taken care of" + (f" ({how})" if how else "")
+
 
 def looks_foreign(file: Value) -> bool:
     """Whether this is a configuration file of Accelerate's."""
@@ -141,17 +151,18 @@ def meaning(key: str, value: Value) -> str | None:
 
 
 def refuse_foreign(path: str, file: Value) -> None:
-    """Say what each key is here, and how to have the file translated.
+    """Say how to have the file translated, and what of it can't be.
 
     Raises:
         ConfigError: It is a file of Accelerate's.
     """
     if not looks_foreign(file):
         return
-    lines = "".join(f"\n  {line}" for line in translate(file).lines)
+    translation = translate(file)
+    missing = "".join(f"\n  {line}" for line in translation.missing)
     raise ConfigError(
-        f"{path} is a configuration file of Accelerate's; here its keys are:{lines}\n"
-        f"To have it translated: {CORE} config migrate {path} --output NEW.yaml"
+        f"{path} is a configuration file of Accelerate's; to have it translated: "
+        f"{CORE} config migrate {path} --output NEW.yaml\n  {translation.summary}{missing}"
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,9 +14,11 @@ from drivetrain.config.files import read_config_file
 from drivetrain.config.layers import from_arguments, from_environment
 from drivetrain.config.problems import fail
 from drivetrain.config.resolved import Resolved, load_layers
-from drivetrain.config.schema import world_keys
-from drivetrain.config.sections import Sections, check_top_level, installed_sections
-from drivetrain.config.values import Origin, Table, Value
+from drivetrain.config.schema import RunConfig, field_names, world_keys
+from drivetrain.config.sections import Sections, can_be_section, check_top_level, installed_sections
+from drivetrain.config.structure import collect
+from drivetrain.config.values import Origin, Table, Value, merge
+from drivetrain.errors import ConfigError
 
 __all__ = ["resolve"]
 
@@ -49,7 +52,8 @@ def resolve(
 
     Raises:
         ConfigError: A file can't be read, or settings are unknown, of the wrong type or impossible; the message has
-            one line for each, with file, line and column.
+            one line for each, with file, line and column. Plugins that are named and sections are looked at only if
+            something else is wrong, so that everything wrong is told at once.
     """
     sections = functools.cache(sections)
     resolved_file = environment.get("DRIVETRAIN_RESOLVED")
@@ -62,9 +66,30 @@ def resolve(
     problems: list[str] = []
     for layer in layers:
         check_top_level(layer, sections, problems)
-    if problems:
-        fail(problems)
-    return Resolved(layers=layers, config_file=path)
+    with contextlib.suppress(ConfigError):  # what is wrong is said below, with everything else
+        resolved = Resolved(layers=layers, config_file=path)
+        if not problems:
+            return resolved
+    fail([*problems, *_other_problems(layers)])
+
+
+def _other_problems(layers: Sequence[Value]) -> list[str]:
+    """What is wrong beside the keys at the top: core's settings, the plugins they name, and sections."""
+    from drivetrain.checking import NAMING, problems_of  # loads plugins, which a run in order does later
+
+    merged = functools.reduce(merge, layers, Value(Table(), Origin("default")))
+    core = Table({key: value for key, value in merged.content.items() if key in field_names()})
+    problems = _problems_in(core)
+    # Settings that are right alone, and no others: those that are wrong must not hide what is wrong elsewhere.
+    right = {key: value for key, value in core.items() if key in NAMING and not _problems_in(Table({key: value}))}
+    right |= {key: value for key, value in merged.content.items() if key not in core and can_be_section(value)}
+    return [*problems, *problems_of(Resolved(layers=(attrs.evolve(merged, content=Table(right)),)))]
+
+
+def _problems_in(core: Table) -> list[str]:
+    problems: list[str] = []
+    collect(Value(core, Origin("default")), RunConfig, "", problems)
+    return problems
 
 
 def _from_sources(

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import attrs
 
-from drivetrain.config.problems import problem
+from drivetrain.config.problems import fail, problem
 from drivetrain.config.schema import RunConfig, field_names
-from drivetrain.config.structure import structure
+from drivetrain.config.structure import collect, structure
 from drivetrain.config.values import Origin, Table, Value, display, from_python, insert, leaves, merge, plain
 from drivetrain.errors import ConfigError
 
@@ -83,11 +83,28 @@ class Resolved:
             PluginError: ``cls`` is no attrs class, or its annotations can't be resolved.
         """
         if (name, cls) not in self._built:
-            value = self._table.get((name,)) or Value(Table(), _DEFAULT)
-            for lower in value.history():
-                structure(lower, cls, name)
-            self._built[name, cls] = structure(value, cls, name)
+            problems: list[str] = []
+            section = self._collect(name, cls, problems)
+            if problems:
+                fail(problems)
+            self._built[name, cls] = section
         return cast("T", self._built[name, cls])
+
+    def problems(self, name: str, cls: type) -> list[str]:
+        """What is wrong with the section of a plugin, a line for each key. Arguments as of :meth:`section`.
+
+        Raises:
+            PluginError: As there.
+        """
+        problems: list[str] = []
+        self._collect(name, cls, problems)
+        return problems
+
+    def _collect(self, name: str, cls: type, problems: list[str]) -> Any:
+        value = self._table.get((name,)) or Value(Table(), _DEFAULT)
+        for lower in value.history():
+            collect(lower, cls, name, problems)
+        return collect(value, cls, name, problems)
 
     def sections(self) -> tuple[str, ...]:
         """Names of the sections that were given."""
@@ -112,17 +129,21 @@ class Resolved:
         given = self._table.get((first, *rest))
         return None if given is None else plain(given)
 
-    def rows(self) -> list[Row]:
-        """Every core setting in order, then every key of sections that was given."""
+    def rows(self, sections: Mapping[str, Any] | None = None) -> list[Row]:
+        """Every core setting in order, then every key of sections that was given.
+
+        Args:
+            sections: Instances of plugins' classes, by the section's name: of these, every key is listed.
+        """
         rows: list[Row] = []
         for name in field_names():
             given = self._table.get((name,))
             value = getattr(self.run, name)
             bare = attrs.asdict(value) if attrs.has(type(value)) else value
             rows.append(Row(name, bare, display(value), _DEFAULT if given is None else _newest(given)))
-        for path, given in leaves(self._table):
-            if path and path[0] not in field_names():
-                rows.append(Row(".".join(path), plain(given), display(given), given.origin))
+        instances = sections or {}
+        for name in dict.fromkeys((*self.sections(), *instances)):
+            rows += _section_rows(self._table.get((name,)), instances.get(name), (name,))
         return rows
 
     def overridden(self) -> list[Override]:
@@ -162,6 +183,22 @@ def _follow(thing: Any, keys: Sequence[str]) -> Any:
     for key in keys:
         thing = thing.get(key) if isinstance(thing, Mapping) else getattr(thing, key, None)
     return thing
+
+
+def _section_rows(given: Value | None, made: Any, path: tuple[str, ...]) -> Iterator[Row]:
+    """Rows for a key of a section and all below it: as it was given, where nobody gave it as its class made it."""
+    key = ".".join(path)
+    table = given.content if given is not None and given.is_table else Table()
+    known = attrs.fields(type(made)) if attrs.has(type(made)) else ()
+    names = {field.alias or field.name: field.name for field in known if field.init}
+    inner = dict.fromkeys((*names, *table))
+    if inner and (given is None or given.is_table or given.content is None):
+        for name in inner:
+            yield from _section_rows(table.get(name), getattr(made, names.get(name, ""), None), (*path, name))
+    elif given is not None:
+        yield Row(key, plain(given), display(given), given.origin)
+    elif not attrs.has(type(made)):
+        yield Row(key, made, display(made), _DEFAULT)
 
 
 def _newest(value: Value) -> Origin:

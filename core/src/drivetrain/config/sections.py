@@ -12,7 +12,7 @@ from drivetrain.config.scalars import name_of
 from drivetrain.config.schema import field_names
 from drivetrain.config.values import Value
 
-__all__ = ["Sections", "check_top_level", "installed_sections"]
+__all__ = ["Sections", "can_be_section", "check_top_level", "installed_sections"]
 
 
 @attrs.frozen
@@ -44,10 +44,15 @@ def check_top_level(layer: Value, sections: Callable[[], Sections], problems: li
             continue
         if key not in sections().installed:
             problems.append(problem(value.where_key, key, _unknown(key, value, sections())))
-        elif not (value.is_table or value.content is None or value.origin.source == "code"):
+        elif not can_be_section(value):
             problems.append(
                 problem(value.origin, key, f"a plugin's section is a mapping of its settings, got {name_of(value)}")
             )
+
+
+def can_be_section(value: Value) -> bool:
+    """Whether a value has the shape of a section. In code it may also be an object that the plugin's class takes."""
+    return value.is_table or value.content is None or value.origin.in_code
 
 
 def _unknown(key: str, value: Value, sections: Sections) -> str:

@@ -21,7 +21,7 @@ from drivetrain.config.scalars import INVALID, READERS, MismatchError, name_of, 
 from drivetrain.config.values import Table, Value, from_python, plain, read_scalar
 from drivetrain.errors import PluginError, add_note
 
-__all__ = ["structure"]
+__all__ = ["collect", "structure"]
 
 T = TypeVar("T")
 
@@ -51,13 +51,18 @@ def structure(value: Value, cls: type[T], key: str) -> T:
         ConfigError: With one line for every problem.
         PluginError: ``cls`` is no attrs class, or its annotations can't be resolved.
     """
-    if not attrs.has(cls):
-        raise PluginError(f"{cls.__module__}.{cls.__qualname__}, the class of section {key!r}, is no attrs class")
     problems: list[str] = []
-    result = _convert(value, cls, key, problems)
+    result = collect(value, cls, key, problems)
     if problems:
         fail(problems)
     return typing.cast("T", result)
+
+
+def collect(value: Value, cls: type, key: str, problems: list[str]) -> Any:
+    """As ``structure``, with what is wrong added to ``problems``; no instance comes back then."""
+    if not attrs.has(cls):
+        raise PluginError(f"{cls.__module__}.{cls.__qualname__}, the class of section {key!r}, is no attrs class")
+    return _convert(value, cls, key, problems)
 
 
 def _convert(value: Value, kind: Any, key: str, problems: list[str]) -> Any:
@@ -177,7 +182,9 @@ def _instance(value: Value, cls: Any, key: str, problems: list[str]) -> Any:
             continue
         field = fields[name]
         kind = field.metadata.get("accepts", hints.get(field.name, Any))
-        arguments[name] = _convert(item, kind, path, problems)
+        arguments[name] = read = _convert(item, kind, path, problems)
+        if read is not INVALID:
+            _validate(field, read, item, path, problems)
         for lower in item.history():  # what a value of higher precedence hides must be right as well
             _convert(lower, kind, path, problems)
     for name, field in fields.items():
@@ -197,6 +204,18 @@ def _hints(cls: type) -> dict[str, Any]:
         ) from error
 
 
+def _validate(field: attrs.Attribute[Any], read: Any, item: Value, path: str, problems: list[str]) -> None:
+    """What a field's own validator refuses: said also where something else keeps the class from being made."""
+    if field.validator is None or not (field.converter is None or callable(field.converter)):
+        return
+    try:
+        field.validator(None, field, read if field.converter is None else field.converter(read))
+    except (ValueError, TypeError) as error:
+        problems.append(problem(item.origin, path, _without_name(field.alias or field.name, _text(error))))
+    except Exception:  # it looks at other fields too, or is broken: met again, and reported, when the class is made
+        return
+
+
 def _construct(cls: Any, arguments: dict[str, Any], value: Value, key: str, problems: list[str]) -> Any:
     """Call the class; what its validators refuse is reported at the key that is to blame, one after the other."""
     arguments = dict(arguments)
@@ -208,7 +227,7 @@ def _construct(cls: Any, arguments: dict[str, Any], value: Value, key: str, prob
         blamed = _blame(cls, arguments, value, key, text)
         origin = value.content[blamed].origin if blamed is not None else value.origin
         path = ".".join(part for part in (key, blamed) if part)
-        problems.append(problem(origin, path, re.sub(rf"^'?{re.escape(blamed or '')}'? (?=must|should)", "", text)))
+        problems.append(problem(origin, path, _without_name(blamed or "", text)))
         if blamed is None or _mandatory(cls, blamed):
             return INVALID
         del arguments[blamed]
@@ -247,6 +266,11 @@ def _blame(cls: Any, arguments: dict[str, Any], value: Value, key: str, text: st
 
 def _mandatory(cls: Any, name: str) -> bool:
     return any((field.alias or field.name) == name and field.default is attrs.NOTHING for field in attrs.fields(cls))
+
+
+def _without_name(name: str, text: str) -> str:
+    """A validator's text, which begins with the field's name, for behind the key."""
+    return re.sub(rf"^'?{re.escape(name)}'? (?=must|should)", "", text)
 
 
 def _text(error: Exception) -> str:

@@ -6,6 +6,8 @@ keeps the characters the user wrote: only the class knows whether ``no`` is a wo
 
 from __future__ import annotations
 
+import enum
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -180,6 +182,10 @@ def display(value: Any) -> str:
         return value.text or display(value.content)
     if attrs.has(type(value)):
         return display(attrs.asdict(value, recurse=False))
+    if isinstance(value, enum.Enum):
+        return display(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if value is None:
         return "null"
     if isinstance(value, bool):

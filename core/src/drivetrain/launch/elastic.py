@@ -115,6 +115,7 @@ def process_environment(plan: LaunchPlan, mark: str) -> dict[str, str]:
         **thread_environment(os.environ, plan.processes or 1, usable_cores()),
         **libuv_environment(sys.platform, os.environ, has_libuv),
         **plan.environment,
+        **({"DRIVETRAIN_DEBUG": "1"} if plan.config.debug else {}),  # read where there are no settings yet
         RESOLVED: mark,
     }
 

@@ -143,7 +143,9 @@ def load_fault(folder: Path) -> Fault | None:
 
 
 def summary(fault: Fault, size: int, stopped: Sequence[int], logs: str | None = None, ended: Sequence[int] = ()) -> str:
-    """What the launcher says at the end: who failed first, how, and what became of the others.
+    """What the launcher says at the end: what became of the others, who failed first and, in its own words, how.
+
+    The cause comes last, where it is seen without scrolling.
 
     Args:
         fault: The first one.
@@ -155,7 +157,10 @@ def summary(fault: Fault, size: int, stopped: Sequence[int], logs: str | None = 
     """
     who = f"rank {fault.rank} of {size} failed first" if size > 1 else "the process failed"
     where = f"pid {fault.pid}" + (f" on {fault.host}" if fault.host else "")
-    lines = [f"drivetrain launch: {who}: {fault.how} ({where})"]
+    lines = [f"drivetrain launch: stopped {_listing(stopped)}"] if stopped else []
+    if logs:
+        lines.append(f"drivetrain launch: the output of each rank is in {logs}")
+    lines.append(f"drivetrain launch: {who}: {fault.how} ({where})")
     # Alone, its traceback has just been printed, by itself.
     if size > 1 or (fault.signal and fault.traceback):
         lines += [f"  {line}" for line in fault.what().splitlines()]
@@ -164,10 +169,6 @@ def summary(fault: Fault, size: int, stopped: Sequence[int], logs: str | None = 
             f"drivetrain launch: {_listing(ended)} had ended before, with exit code 0; if the others waited for "
             f"{'it' if len(ended) == 1 else 'them'}, the cause is there"
         )
-    if stopped:
-        lines.append(f"drivetrain launch: stopped {_listing(stopped)}")
-    if logs:
-        lines.append(f"drivetrain launch: the output of each rank is in {logs}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ import attrs
 
 from drivetrain import registry
 from drivetrain.binding import Hooks, Origin
-from drivetrain.errors import ConfigError, PluginError, PluginNotFoundError
+from drivetrain.errors import ConfigError, PluginError
 from drivetrain.launch.environment import merge_environment
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.runtime import capabilities, choose_backend, choose_device, create, precision_name
@@ -59,7 +59,8 @@ def prepare(resolved: Resolved, plan: LaunchPlan) -> Prepared:
         plan = attrs.evolve(plan, processes=_process_count(_hooks(resolved, [device, *named]), plan))
     backend, said = choose_backend(resolved, plan.processes_total or 1)
     plan = attrs.evolve(plan, backend=backend.name)
-    precision = _precision(resolved)
+    # None for a family, whose member depends on a device that only workers touch.
+    precision = registry.find_precision(precision_name(resolved), where=resolved.origin("mixed_precision").where)
     hooks = _hooks(resolved, [device, backend, *([precision] if precision else [])])
     _check_many(hooks, backend, plan, resolved)
     plan = attrs.evolve(plan, environment=_environment(hooks, plan))
@@ -116,18 +117,6 @@ def _check_many(hooks: Hooks, entry: Entry, plan: LaunchPlan, resolved: Resolved
         f"({resolved.origin('backend')}) works with one process. Name a backend for several, or leave it out to get "
         f"the installed default; `drivetrain plugins` lists them"
     )
-
-
-def _precision(resolved: Resolved) -> Entry | None:
-    """The precision asked for; None for a family, whose member depends on a device that only workers touch."""
-    name = precision_name(resolved)
-    try:
-        return registry.find("precision", name, where=resolved.origin("mixed_precision").where)
-    except PluginNotFoundError:
-        loaded, _ = registry.load_all("precision")
-        if any(found.family == name for found in loaded.values()):
-            return None
-        raise
 
 
 def _environment(hooks: Hooks, plan: LaunchPlan) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from drivetrain.checking import telling_all
 from drivetrain.errors import LaunchError
 from drivetrain.launch.elastic import run_folder
 from drivetrain.launch.faults import Fault, load_fault
@@ -32,7 +33,8 @@ def ready(
     """Plan a launch and check all that can be checked before a process starts. Arguments as of ``launch_script``."""
     plan = plan_launch(resolved, script, script_args, module=module, no_python=no_python, quiet=quiet)
     check_target(plan)
-    return prepare(resolved, plan)
+    with telling_all(resolved):
+        return prepare(resolved, plan)
 
 
 def run(prepared: Prepared, resolved: Resolved) -> tuple[int, Fault | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import glob
 import json
 import os
 import runpy
@@ -131,7 +132,7 @@ def _set_first_path(folder: str | None) -> None:
 
 def _end(error: BaseException, folder: str, name: str) -> None:
     """End the process as Python would after ``error``, with a report of it left behind."""
-    error.__traceback__ = trace = _without_own_frames(error.__traceback__)
+    error.__traceback__ = trace = _for_readers(error)
     if isinstance(error, SystemExit):
         code = _exit_code(error)
         if code:
@@ -140,25 +141,87 @@ def _end(error: BaseException, folder: str, name: str) -> None:
     _report(error, 1, folder, name)
     if isinstance(error, KeyboardInterrupt):
         # The launcher says it in one line. Python ends by the signal, after its exit handlers.
-        if os.environ.get("DRIVETRAIN_DEBUG", "").lower() in ("", "0", "false", "no"):
+        if not _debugging():
             sys.excepthook = _say_nothing
         raise error
+    _tell(error, trace, folder, name)
+    raise SystemExit(1)
+
+
+def _debugging() -> bool:
+    return os.environ.get("DRIVETRAIN_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
+
+
+def _tell(error: BaseException, trace: TracebackType | None, folder: str, name: str) -> None:
+    """Print the traceback, by the hook that the script may have set.
+
+    Of ranks that all fail alike, as by a setting that is wrong, one does; the others say so in a line.
+    """
+    twin = _twin(folder, name) if folder else None
+    if twin is not None and _hook_is_usual():
+        rank = os.environ.get("RANK")
+        print(f"drivetrain: rank {rank} failed as rank {twin} did: {type(error).__name__}", file=sys.stderr)
+        return
     try:
         sys.excepthook(type(error), error, trace)
     except Exception:
         traceback.print_exc()
         sys.__excepthook__(type(error), error, trace)
-    raise SystemExit(1)
+
+
+def _hook_is_usual() -> bool:
+    """Whether the script left the hook alone. Torch's own only adds the rank."""
+    hook = sys.excepthook
+    return hook is sys.__excepthook__ or str(getattr(hook, "__module__", "")).startswith("torch.distributed")
+
+
+def _twin(folder: str, name: str) -> int | None:
+    """The rank that reported the very same failure before this one did; None if none has."""
+    told: dict[str, dict[str, Any]] = {}
+    attempt = name.rpartition("-")[0]
+    for path in glob.glob(os.path.join(glob.escape(folder), f"{attempt}-*.json")):
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
+            told[os.path.basename(path)] = json.load(file)
+    own = told.pop(name, None)
+    if own is None:
+        return None
+    alike = [
+        other for other in told.values() if all(other[key] == own[key] for key in ("type", "message", "traceback"))
+    ]
+    first = min(alike, key=lambda other: (other["time"], other["rank"]), default=own)
+    return first["rank"] if (first["time"], first["rank"]) < (own["time"], own["rank"]) else None
 
 
 def _say_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """An ``excepthook`` for what is reported elsewhere."""
 
 
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+def _for_readers(error: BaseException) -> TracebackType | None:
+    """The traceback without frames of this file and, for an error that the library raises on purpose, of the library.
+
+    Such an error is about what the script did: its last frame is where the script called, right above the message.
+    """
+    trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
         trace = trace.tb_next
+    errors = sys.modules.get("drivetrain.errors")
+    if errors is None or not isinstance(error, errors.DrivetrainError) or _debugging():
+        return trace
+    step = calling = trace
+    while step is not None:
+        calling = calling if _of_library(step) else step
+        step = step.tb_next
+    if calling is not None:
+        calling.tb_next = None
+    if isinstance(error, errors.CollectiveError):
+        error.__cause__ = None  # the communication library's, whose words are in the message
     return trace
+
+
+def _of_library(step: TracebackType) -> bool:
+    """Whether a frame is ours, a member's, or of the context managers between them and the script."""
+    top = str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    return top in ("drivetrain", "contextlib") or top.startswith("drivetrain_")
 
 
 def _exit_code(error: SystemExit) -> int:

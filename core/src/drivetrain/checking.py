@@ -1,0 +1,109 @@
+"""Settings beyond their types: the plugins they name, and the sections of plugins. Imports no engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from drivetrain import registry
+from drivetrain.config.problems import listed
+from drivetrain.config.resolved import Resolved
+from drivetrain.discovery import Entry
+from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
+
+__all__ = ["NAMING", "named", "problems_of", "sections_in_force", "telling_all"]
+
+NAMING = ("backend", "device", "mixed_precision")
+"""Settings whose value is the name of a plugin."""
+
+
+def named(resolved: Resolved, key: str) -> Entry | None:
+    """The plugin that a setting names; None where it names none: ``auto``, a family, or nobody has given it.
+
+    Args:
+        resolved: The settings.
+        key: One of ``NAMING``.
+
+    Raises:
+        PluginError: There is no such plugin, or there are two.
+    """
+    name, origin = resolved.value(key), resolved.origin(key)
+    if name is None or origin.source == "default" or (key == "device" and name == "auto"):
+        return None  # core's own answer, whoever else has a plugin of that name
+    if key == "mixed_precision":
+        return registry.find_precision(name, where=origin.where)
+    return registry.find(key, name, where=origin.where)
+
+
+def problems_of(resolved: Resolved) -> list[str]:
+    """What is wrong with the plugins that settings name, and with their sections; a message for each problem."""
+    problems: list[str] = []
+    for key in NAMING:
+        with _noting(problems):
+            named(resolved, key)
+    for name in resolved.sections():
+        for entry in _providers(name):
+            with _noting(problems):
+                problems += resolved.problems(entry.name, registry.load(entry).Config)
+    return problems
+
+
+@contextlib.contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except DrivetrainError as error:
+        problems.append(str(error))
+
+
+def _providers(name: str) -> list[Entry]:
+    """Plugins whose section has this name. Trackers have none that a class describes."""
+    return [entry for role in registry.GROUPS for entry in registry.entries()[role].get(name, ())]
+
+
+@contextlib.contextmanager
+def telling_all(resolved: Resolved) -> Iterator[None]:
+    """Context in which an error over settings becomes one that lists everything wrong with them.
+
+    Plugins are chosen one after the other, so the first that can't be had would be told alone.
+
+    Raises:
+        ConfigError: In place of the error, with a line for each problem, where there are several.
+    """
+    try:
+        yield
+    except (ConfigError, PluginNotFoundError) as error:
+        problems = problems_of(resolved)
+        if len(problems) > 1 and any(problem in str(error) for problem in problems):
+            raise listed(problems) from None
+        raise
+
+
+def sections_in_force(resolved: Resolved) -> dict[str, Any]:
+    """Sections of the plugins that are chosen, and those that were given, as their classes made them, by name.
+
+    A section in which something is wrong has its defaults. What only a device can decide is left out: which device
+    ``auto`` means, and which member of a family of precisions.
+    """
+    problems: list[str] = []  # told by problems_of
+    entries: list[Entry | None] = [entry for name in resolved.sections() for entry in _providers(name)]
+    for key in NAMING:
+        with _noting(problems):
+            entries.append(named(resolved, key))
+    if resolved.run.backend is None and (resolved.run.num_processes or 1) > 1:
+        with _noting(problems):
+            entries.append(registry.choose_default_backend())
+    made: dict[str, Any] = {}
+    for entry in entries:
+        if entry is not None and entry.name not in made:
+            with _noting(problems):
+                made[entry.name] = _made(resolved, entry.name, registry.load(entry).Config)
+    return made
+
+
+def _made(resolved: Resolved, name: str, cls: type) -> Any:
+    try:
+        return resolved.section(name, cls)
+    except ConfigError:
+        return cls()

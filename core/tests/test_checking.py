@@ -1,0 +1,73 @@
+"""All that is wrong with settings is told at once, wherever the first of it is met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain import Accelerator
+from drivetrain.checking import telling_all
+from drivetrain.config import Resolved, resolve
+from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
+from drivetrain.launch import launch_script
+
+WRONG = "backend: snigle\ndevice: abacus\nmixed_precision: bf61\nbf16: {output: float61}\nfp16: {init_scale: -1}\n"
+TOLD = [
+    "1:10: no backend 'snigle'; did you mean 'single'?",
+    "2:9: no device 'abacus'",
+    "3:18: no precision 'bf61'; did you mean 'bf16'?",
+    "4:16: bf16.output: the text 'float61' is not a choice; did you mean 'bfloat16'?",
+    "5:20: fp16.init_scale: must be above 0, got -1.0",
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "c.yaml"
+    file.write_text(WRONG)
+    return file
+
+
+def check(error: BaseException, file: Path) -> None:
+    head, *lines = str(error).splitlines()
+    assert head == "5 problems in the settings:"
+    for line, start in zip(lines, TOLD, strict=True):
+        assert line.startswith(f"  {file}:{start}")
+
+
+@pytest.mark.usefixtures("fresh_run")
+def test_a_script_is_told_everything_that_is_wrong_in_its_file(file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(config_file=file)
+    check(caught.value, file)
+
+
+def test_a_launcher_is_told_everything_before_a_process_starts(file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(9)")
+    with pytest.raises(ConfigError) as caught:
+        launch_script(script, config_file=file)
+    check(caught.value, file)
+
+
+def test_a_single_problem_keeps_its_own_error(file: Path) -> None:
+    file.write_text("mixed_precision: bf61\n")
+    with pytest.raises(PluginNotFoundError, match="did you mean 'bf16'"), telling_all(resolve(file, environment={})):
+        raise PluginNotFoundError("no precision 'bf61'; did you mean 'bf16'?")
+
+
+@pytest.mark.parametrize("error", [ConfigError("another matter"), DrivetrainError("no matter of settings")])
+def test_errors_about_something_else_are_left_alone(file: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, telling_all(resolve(file, environment={})):
+        raise error
+    assert caught.value is error
+
+
+def test_a_section_of_a_plugin_that_is_not_chosen_does_no_harm_alone(file: Path, open_site: Any) -> None:
+    open_site.install_backend("wide", module="raise OSError('no library')")
+    file.write_text("wide: {depth: 3}\n")
+    resolved: Resolved = resolve(file, environment={})
+    with telling_all(resolved):
+        pass
