@@ -1,8 +1,8 @@
 """Stand-ins for the CUDA libraries that torch's default build is linked with. FOR TESTS ON MACHINES WITHOUT A GPU ONLY.
 
-torch_xla fits that build of torch and no other. Its CUDA libraries are gigabytes, and without a GPU none of them is ever
-called, but the loader wants them to be there. What is written here has every symbol that torch's libraries ask for, each
-of them a function that says "failed", so that torch finds no GPU.
+torch_xla fits that build of torch and no other. Its CUDA libraries are gigabytes. Without a GPU none of them is ever
+called, but the loader wants them to be there. What is written here has every symbol that torch's libraries ask for,
+each of them a function that says "failed", so that torch finds no GPU.
 
 Usage: ``python cuda_stubs.py SITE_PACKAGES FOLDER``, then ``LD_LIBRARY_PATH=FOLDER``. Needs ``readelf`` and ``gcc``.
 """

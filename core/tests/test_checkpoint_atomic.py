@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from core.tests.checkpoints import check, fill, make
-from drivetrain.checkpoint import atomic
+from drivetrain.checkpoint import atomic, files
 from drivetrain.errors import CheckpointError
 
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -272,3 +272,22 @@ def test_what_an_interrupted_save_left_is_reported_and_never_read(
     assert str(left) in caplog.text
     assert left.exists(), "another process may be writing it"
     assert check(tmp_path / "c") == 1.0
+
+
+def test_what_the_disk_says_while_a_file_is_being_written_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_FLUSHED", 1 << 20)
+    calls = []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:  # the system tells an error once
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with (
+        pytest.raises(CheckpointError, match=r"can't write .*big: Input/output error"),
+        files.create(tmp_path / "big") as file,
+    ):
+        file.write(bytes(1 << 20))

@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 22
+_FLUSHED = 1 << 26
+"""Bytes after which the disk is set to work on a file that is still being written."""
 
 
 @attrs.frozen
@@ -59,11 +61,21 @@ def journal() -> Iterator[dict[Path, FileRecord]]:
 
 
 class FileWriter:
-    """Writes a file and computes its checksum on the way, in a thread beside the disk."""
+    """Writes a file. On the way, threads compute its checksum and have the disk take what is there, which else would
+    begin when all is written.
 
-    def __init__(self, file: Any, hasher: ThreadPoolExecutor) -> None:
+    Args:
+        file: Open for writing, in binary.
+        hasher: One thread, since a checksum goes on where it was.
+        disk: Another one.
+    """
+
+    def __init__(self, file: Any, hasher: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> None:
         self._file = file
         self._hasher = hasher
+        self._disk = disk
+        self._flushing: Future[None] | None = None
+        self._flushed = 0
         self._pending: deque[Future[None]] = deque()
         self._crc = 0
         self.size = 0
@@ -80,12 +92,22 @@ class FileWriter:
         for start in range(0, view.nbytes, _CHUNK):
             self._file.write(view[start : start + _CHUNK])
         self.size += view.nbytes
+        if self.size - self._flushed >= _FLUSHED and (self._flushing is None or self._flushing.done()):
+            self._check_flushed()
+            self._flushed = self.size
+            self._flushing = self._disk.submit(os.fsync, self._file.fileno())
+
+    def _check_flushed(self) -> None:
+        """Raise what the disk had to say: the system tells an error of a file once, not again when it is closed."""
+        if self._flushing is not None:
+            self._flushing.result()
 
     def _add(self, view: memoryview) -> None:
         self._crc = zlib.crc32(view, self._crc)
 
     def finish(self) -> FileRecord:
-        """Wait for the checksum."""
+        """Wait for the checksum and the disk."""
+        self._check_flushed()
         while self._pending:
             self._pending.popleft().result()
         return FileRecord(self.size, f"{self._crc:08x}")
@@ -100,8 +122,12 @@ def create(path: Path) -> Iterator[FileWriter]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(1, "checksum") as hasher, path.open("wb") as file:
-            writer = FileWriter(file, hasher)
+        with (
+            ThreadPoolExecutor(1, "checksum") as hasher,
+            path.open("wb") as file,
+            ThreadPoolExecutor(1, "disk") as disk,
+        ):
+            writer = FileWriter(file, hasher, disk)
             yield writer
             file.flush()
             os.fsync(file.fileno())
