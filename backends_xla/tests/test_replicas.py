@@ -14,6 +14,7 @@ from torch import nn
 
 from drivetrain.config import resolve
 from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.launch import elastic
 from drivetrain.launch.plan import LaunchPlan, plan_launch
 from drivetrain_xla import Xla, replicas
 
@@ -95,22 +96,17 @@ def plan(**settings: Any) -> LaunchPlan:
     return attrs.evolve(plan_launch(resolved, "train.py", ["--lr", "1"]), resolved_config="/nowhere/resolved.yaml")
 
 
-def test_several_processes_are_left_to_the_engines_launcher(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/echo")
-    assert Xla().launch(plan(num_processes=2)) == 0
-    assert capfd.readouterr().out.split() == [
-        "-m",
-        "drivetrain_xla.replicas",
-        "2",
-        "0",
-        "1",
-        "script",
-        "train.py",
-        "--lr",
-        "1",
-    ]
+def test_several_processes_are_left_to_the_engines_launcher(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[LaunchPlan] = []
+    monkeypatch.setattr(elastic, "start", lambda plan: started.append(plan) or 7)
+    assert (
+        Xla().launch(plan(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="a", main_process_port=1))
+        == 7
+    )
+    (one,) = started
+    assert (one.processes_total, one.module, one.script) == (1, True, "drivetrain_xla.replicas")
+    assert list(one.script_args) == ["2", "1", "2", "script", "train.py", "--lr", "1"]
+    assert one.resolved_config == "/nowhere/resolved.yaml"
 
 
 def test_the_engines_launcher_is_called_with_the_plan(engine: Engine) -> None:

@@ -18,6 +18,9 @@ from drivetrain_xla.pairing import mismatch
 
 Runner = Callable[..., Any]
 
+LIMIT = 220
+"""Seconds for a process that imports the engine and compiles."""
+
 needs_engine = pytest.mark.skipif(mismatch() is not None, reason="make test-xla has an environment with the pair")
 
 
@@ -173,6 +176,45 @@ def test_steps_of_one_shape_share_their_graphs_whatever_the_learning_rate(on_one
     assert on_one_device(_counted, 12, config=settings()) <= 3
 
 
+class Sentences(torch.utils.data.Dataset):
+    """Each of another length."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(2 + index)
+
+
+def _ragged() -> list[str]:
+    import logging
+
+    from torch.utils.data import DataLoader
+
+    from drivetrain import Accelerator
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain.xla").addHandler(handler)
+    accelerator = Accelerator()
+    model = torch.nn.Embedding(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences()))
+    for x in loader:
+        accelerator.backward(model(x.long()).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("drivetrain.xla").removeHandler(handler)
+    return told
+
+
+def test_batches_that_change_their_shape_are_warned_of_once(on_one_device: Runner) -> None:
+    (told,) = on_one_device(_ragged, config=settings())
+    assert "graphs were compiled anew" in told
+    assert "Pad in the collate function" in told
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
@@ -218,7 +260,7 @@ def test_a_setting_that_would_not_be_followed_is_refused(on_a_mesh: Runner, more
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "CPU_NUM", "DRIVETRAIN_"))}
     return subprocess.run(
-        [str(each) for each in command], env=environment | variables, capture_output=True, text=True, timeout=100
+        [str(each) for each in command], env=environment | variables, capture_output=True, text=True, timeout=LIMIT
     )
 
 
@@ -243,6 +285,7 @@ def test_two_worlds_of_one_are_refused(tmp_path: Path) -> None:
 
 
 @needs_engine
+@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("options", [[], ["--set", "xla.spmd=true", "--set", "xla.cpu_devices=4"]])
 def test_the_unchanged_script_is_launched_on_one_device_and_on_a_mesh(tmp_path: Path, options: list[str]) -> None:
     script = Path(__file__).parents[2] / "examples" / "digits" / "train.py"

@@ -98,11 +98,11 @@ class Xla(Backend):
     @hookimpl
     def launch(self, plan: LaunchPlan) -> int:
         """Several processes of a machine are started by torch_xla, which gives each its device."""
-        from drivetrain import defaults
+        from drivetrain.launch.elastic import start
         from drivetrain_xla import replicas
 
         if plan.processes_total == 1:
-            return defaults.launch(plan)
+            return start(plan)
         if not self.capabilities.many_processes:
             why = "one process drives all devices of a machine under xla.spmd, and several machines are not supported"
             if not self.config.spmd:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from drivetrain.errors import ConfigError, DrivetrainError
 
@@ -38,6 +39,8 @@ __all__ = [
 def launch(plan: LaunchPlan) -> int:
     """Start a process for each device by torch_xla, wait for them, and return the exit code.
 
+    Core starts one process, as it does any, with signals and reports; that one calls torch_xla's launcher.
+
     Raises:
         ConfigError: The plan asks for what that launcher can't do.
     """
@@ -45,20 +48,21 @@ def launch(plan: LaunchPlan) -> int:
         raise ConfigError("torch_xla's launcher starts Python scripts only; leave --no_python out")
     if plan.max_restarts:
         raise ConfigError("torch_xla's launcher restarts nothing; leave max_restarts out")
-    from drivetrain.launch.environment import RESOLVED, without_other_launchers
+    from drivetrain.launch.elastic import start
 
-    environment = without_other_launchers(os.environ) | dict(plan.environment)
-    if plan.resolved_config is not None:
-        environment[RESOLVED] = plan.resolved_config
-    numbers = [str(plan.processes), str(plan.machine_rank), str(plan.machines)]
-    target = ["module" if plan.module else "script", plan.script, *plan.script_args]
-    process = subprocess.Popen([sys.executable, "-m", "drivetrain_xla.replicas", *numbers, *target], env=environment)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        return 130
-    return 128 - code if code < 0 else code
+    numbers = (str(plan.processes), str(plan.machine_rank), str(plan.machines))
+    target = ("module" if plan.module else "script", plan.script, *plan.script_args)
+    return start(
+        attrs.evolve(
+            plan,
+            script="drivetrain_xla.replicas",
+            module=True,
+            script_args=(*numbers, *target),
+            processes=1,
+            machines=1,
+            machine_rank=0,
+        )
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
