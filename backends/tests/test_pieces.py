@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from drivetrain import defaults
 from drivetrain.binding import Hooks, Origin
+from drivetrain.checkpoint.sharded_files import ShardedFiles, is_sharded, write
 from drivetrain.config import RunConfig
 from drivetrain.errors import CheckpointError, DrivetrainError
 from drivetrain.plugin import Policy
@@ -24,7 +25,6 @@ from drivetrain.world import Run, Topology
 from drivetrain_backends import TorchDistributedBackend
 from drivetrain_backends.pieces import Layout, Part, Piece, gather, piece_of, survey
 from drivetrain_backends.scaler import ShardedGradScaler
-from drivetrain_backends.sharded_files import ShardedFiles, is_sharded, write
 
 
 @contextlib.contextmanager

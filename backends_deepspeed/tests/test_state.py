@@ -78,6 +78,20 @@ def test_every_stage_goes_on_from_every_other(ranks: WorkerPool, tmp_path: Path)
         assert found == pytest.approx(losses[3:], rel=1e-5), f"from stage {saved} at stage {loaded}"
 
 
+@pytest.mark.parametrize(("backend", "size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_other_backends_go_on_from_what_was_saved(
+    ranks: WorkerPool, tmp_path: Path, stage: int, backend: str, size: int
+) -> None:
+    losses, weights = unbroken(5)
+    folder = str(tmp_path / "state")
+    ranks.run(run_on, folder, "save", 3, size=2, config=settings(stage), timeout=LIMIT)
+    config = {"backend": backend, "device": "cpu"}
+    found, loaded = ranks.run(run_on, folder, "load", 2, 3, size=size, config=config, timeout=LIMIT)[0]
+    assert found == pytest.approx(losses[3:], rel=1e-5)
+    close(loaded, weights, 2e-6)
+
+
 def test_a_rank_that_has_been_at_stage_3_trains_like_one_that_has_not(ranks: WorkerPool, tmp_path: Path) -> None:
     """The engine replaces a function of torch there, which changes the order in which gradients come."""
     losses, _ = unbroken(3)

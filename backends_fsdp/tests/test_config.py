@@ -83,6 +83,7 @@ def test_contradictions_are_refused(config: type, settings: dict[str, Any], mess
         ),
         (Fsdp1Config, {"sharding_strategy": "zero3"}, "sharding_strategy"),
         (MixedPrecisionConfig, {"param_dtype": "fp8"}, "param_dtype"),
+        (MixedPrecision1Config, {"keep_low_precision_grads": True}, "in param_dtype, which is not set"),
     ],
 )
 def test_what_a_version_cannot_do_is_refused(config: type, settings: dict[str, Any], message: str) -> None:
@@ -184,6 +185,7 @@ def test_a_plugin_of_version_1_translates_strategies_and_prefetching() -> None:
     ("options", "message"),
     [
         ({"auto_wrap_policy": "XYZ"}, "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
+        ({"auto_wrap_policy": lambda *_: True}, "can't be a function.*transformer_cls_names_to_wrap"),
         ({"auto_wrap_policy": "NO_WRAP", "activation_checkpointing": True}, "activation_checkpointing.*wrap_policy"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "FULL_STATE_DICT, SHARDED_STATE_DICT"),
         ({"fsdp_version": 3}, "fsdp_version must be 1"),
@@ -194,6 +196,9 @@ def test_a_plugin_of_version_1_translates_strategies_and_prefetching() -> None:
         ({"reshard_after_forward": "FULL_SHARD"}, "fsdp_version=2 takes True, False"),
         ({"fsdp_version": 1, "sharding_strategy": "NO_SHARD", "reshard_after_forward": True}, "agree with"),
         ({"fsdp_version": 1, "use_orig_params": False}, "use_orig_params: false is not offered"),
+        ({"param_init_fn": Layer}, "param_init_fn is not offered; cpu_ram_efficient_loading=True"),
+        ({"state_dict_config": Policy()}, "state_dict_config is not offered; .* CPU of rank 0"),
+        ({"fsdp_version": 1, "optim_state_dict_config": Policy()}, "optim_state_dict_config is not offered"),
         ({"mixed_precision_policy": {"param": "bfloat16"}}, "has no 'param'"),
         ({"mixed_precision_policy": {"buffer_dtype": "bfloat16"}}, "has no 'buffer_dtype'"),
     ],
@@ -201,6 +206,20 @@ def test_a_plugin_of_version_1_translates_strategies_and_prefetching() -> None:
 def test_a_plugin_refuses_what_its_version_cannot_do(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FullyShardedDataParallelPlugin(**options)
+
+
+def test_torchs_policies_are_those_of_their_version() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    older, newer = fsdp.MixedPrecision(cast_root_forward_inputs=False), fsdp.MixedPrecisionPolicy()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, mixed_precision_policy=older)
+    assert plugin.settings() == {
+        "fsdp1.mixed_precision_policy.keep_low_precision_grads": False,
+        "fsdp1.mixed_precision_policy.cast_forward_inputs": False,
+        "fsdp1.mixed_precision_policy.cast_root_forward_inputs": False,
+    }
+    FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=newer)
+    with pytest.raises(ValueError, match="no 'buffer_dtype', .*; torch's MixedPrecision is of the other fsdp_version"):
+        FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=older)
 
 
 def test_a_plugin_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,3 +242,53 @@ def test_recomputed_activations_are_of_the_same_dtype(worker_pool: Any, backend:
         for on in (False, True)
     )
     close(again, plain, 1e-7)
+
+
+class Shifted(nn.Linear):
+    """Notes in which dtype its buffer and its input are."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [str(self.shift.dtype), str(x.dtype)]
+        return super().forward(x.to(self.weight.dtype)) + self.shift
+
+
+def dtypes_of_policy() -> list[str]:
+    """Of the buffer and the input inside, of the output, and of the gradients."""
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(Shifted())
+    output = model(torch.ones(1, 4))
+    accelerator.backward(output.sum())
+    gradients = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None and p.grad.numel()}
+    return [*accelerator.unwrap_model(model).seen, str(output.dtype), *gradients]
+
+
+@pytest.mark.parametrize(
+    ("backend", "policy", "expected"),
+    [
+        ("fsdp", {}, ["float32", "bfloat16", "float32", "float32"]),
+        (
+            "fsdp",
+            {"output_dtype": "bfloat16", "cast_forward_inputs": False},
+            ["float32", "float32", "bfloat16", "float32"],
+        ),
+        ("fsdp1", {"cast_forward_inputs": False}, ["float32", "bfloat16", "float32", "float32"]),
+        (
+            "fsdp1",
+            {"cast_forward_inputs": False, "cast_root_forward_inputs": False},
+            ["float32", "float32", "float32", "float32"],
+        ),
+        ("fsdp1", {"buffer_dtype": "bfloat16"}, ["bfloat16", "bfloat16", "float32", "float32"]),
+        ("fsdp1", {"keep_low_precision_grads": True}, ["float32", "bfloat16", "float32", "bfloat16"]),
+    ],
+)
+def test_the_engine_casts_what_its_policy_names(
+    worker_pool: Any, backend: str, policy: dict[str, Any], expected: list[str]
+) -> None:
+    config = settings(backend, mixed_precision_policy={**POLICY, **policy})
+    assert worker_pool(2).run(dtypes_of_policy, config=config)[0] == [f"torch.{name}" for name in expected]

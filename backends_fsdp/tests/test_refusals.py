@@ -98,6 +98,7 @@ def test_settings_the_run_cannot_have_are_refused(
 
 
 @BOTH
+@pytest.mark.slow
 def test_one_process_asked_for_in_code_is_an_error_and_in_a_file_a_note(tmp_path: Path, backend: str) -> None:
     (tmp_path / "train.yaml").write_text(f"backend: {backend}\ndevice: cpu\n")
     script = (

@@ -147,6 +147,7 @@ def test_a_loaded_run_goes_on_as_the_unbroken_one(worker_pool: Any, tmp_path: Pa
     assert [seen for _, seen in loaded] == [8, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
     [
@@ -157,6 +158,8 @@ def test_a_loaded_run_goes_on_as_the_unbroken_one(worker_pool: Any, tmp_path: Pa
         (("fsdp", 4, {"replicate_size": 2}), ("fsdp1", 2, {})),
         (("fsdp", 2, {"state_dict_type": "full"}), ("ddp", 2, {})),
         (("fsdp1", 2, {"state_dict_type": "full"}), ("single", 1, {})),
+        (("fsdp", 3, {}), ("ddp", 2, {})),
+        (("fsdp1", 2, {}), ("single", 1, {})),
         (("ddp", 2, {}), ("fsdp", 2, {})),
         (("single", 1, {}), ("fsdp1", 3, {})),
     ],

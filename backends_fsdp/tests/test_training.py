@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -280,3 +281,84 @@ def test_several_models_and_optimizers_equal_one_process(worker_pool: Any, backe
     found = worker_pool(2).run(train_several, config=settings(backend, **UNITS))[0]
     for weights, model in zip(found, (student, critic, teacher), strict=True):
         close(weights, model.state_dict(), 2e-6)
+
+
+class WithEmpty(Net):
+    """With a parameter of no elements, as a model has whose last table of extra tokens was left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.extra.sum()
+
+
+def with_empty() -> WithEmpty:
+    torch.manual_seed(0)
+    return WithEmpty()
+
+
+def train_with_empty() -> Any:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = with_empty()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train_steps(accelerator, model, optimizer, 2)
+    return full(accelerator, model)
+
+
+@BOTH
+def test_a_parameter_without_elements_does_no_harm(worker_pool: Any, backend: str) -> None:
+    close(worker_pool(2).run(train_with_empty, config=settings(backend))[0], by_hand(2, model=with_empty()).weights)
+
+
+def train_with_average() -> Any:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = net()
+    average = deepcopy(model).requires_grad_(False)
+    model, average, optimizer = accelerator.prepare(model, average, sgd(model))
+    for step in range(3):
+        train_steps(accelerator, model, optimizer, 1, start=step)
+        for mean, value in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(value.detach(), 0.1)
+    try:
+        deepcopy(model)
+    except Exception as error:
+        return full(accelerator, average), str(error)
+    raise AssertionError("a prepared model was copied")
+
+
+@BOTH
+def test_a_moving_average_is_a_copy_that_was_prepared_too(worker_pool: Any, backend: str) -> None:
+    model = net()
+    average, optimizer = deepcopy(model).requires_grad_(False), sgd(model)
+    for step in range(3):
+        x, y = joined([2 * step, 2 * step + 1])
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for mean, value in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(value.detach(), 0.1)
+    weights, refused = worker_pool(2).run(train_with_average, config=settings(backend, **UNITS))[0]
+    close(weights, average.state_dict())
+    assert "deepcopy" in refused
+
+
+def own_values() -> list[float]:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    model = nn.Linear(4, 2)
+    nn.init.constant_(model.weight, accelerator.process_index)
+    model = accelerator.prepare(model)
+    return full(accelerator, model).get("weight", torch.zeros(0)).flatten().tolist()
+
+
+@pytest.mark.parametrize(("backend", "first"), [("fsdp", 4), ("fsdp1", 5)])
+def test_without_synchronisation_each_rank_cuts_its_own_values(worker_pool: Any, backend: str, first: int) -> None:
+    found = worker_pool(2).run(own_values, config=settings(backend, sync_module_states=False))[0]
+    assert found == [0.0] * first + [1.0] * (8 - first)

@@ -128,6 +128,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_goes_on_with_identical_losses(tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(tmp_path / "c"), *arguments]

@@ -45,7 +45,7 @@ def test_help_and_version_are_there() -> None:
     assert invoke("--version").output.startswith("drivetrain ")
 
 
-@pytest.mark.parametrize("command", ["config", "plugins", "doctor", "new-plugin", "env"])
+@pytest.mark.parametrize("command", ["config", "plugins", "doctor", "merge-weights", "new-plugin", "env"])
 def test_every_listed_command_exists_and_has_help(command: str) -> None:
     assert invoke(command, "--help").exit_code == 0
 

@@ -1,8 +1,4 @@
-"""Tensors of which each rank holds a piece: where the pieces lie, and how a whole is made of them.
-
-A piece is a run of consecutive elements in row-major order. That describes a DTensor sharded over its rows as well as a
-slice of a flattened parameter, so that what one engine saved another can load, on any number of ranks.
-"""
+"""Tensors of which each rank holds a piece: where the pieces lie, and how a whole is made of them."""
 
 from __future__ import annotations
 
@@ -10,51 +6,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from drivetrain.checkpoint.pieces import Layout, Part, Piece
 from drivetrain.errors import DrivetrainError
 from drivetrain.world import Run
 
 __all__ = ["Layout", "Part", "Piece", "gather", "piece_of", "plain", "survey"]
-
-
-@attrs.frozen(eq=False)
-class Piece:
-    """What this rank holds of a tensor."""
-
-    local: Tensor
-    """The held elements, of any shape; written through."""
-    start: int
-    """Position of the first one in the flattened whole."""
-    shape: tuple[int, ...]
-    """Of the whole."""
-
-    @property
-    def stop(self) -> int:
-        """Position after the last held element in the flattened whole."""
-        return self.start + self.local.numel()
-
-    def read(self) -> Tensor:
-        """The held elements in one dimension."""
-        return self.local.detach().contiguous().view(-1)
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def write(self, flat: Tensor, at: int) -> None:
-        """Put elements into the piece.
-
-        Args:
-            flat: In one dimension, on any device, of any dtype that casts.
-            at: Position of the first one in the flattened whole.
-        """
-        if flat.numel() == self.local.numel():
-            self.local.copy_(flat.view(self.local.shape))
-        else:
-            self.local.view(-1)[at - self.start : at - self.start + flat.numel()].copy_(flat)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -83,25 +45,6 @@ def piece_of(tensor: Tensor) -> Piece:
     rows = -(-shape[0] // tensor.device_mesh.size(dim))  # as torch.chunk: the last ranks may hold less, or nothing
     first = min(tensor.device_mesh.get_local_rank(dim) * rows, shape[0])
     return Piece(local, first * math.prod(shape[1:]), shape)
-
-
-@attrs.frozen
-class Part:
-    """Elements ``start`` to ``stop`` of a flattened tensor, and the lowest rank that holds exactly these."""
-
-    start: int
-    stop: int
-    rank: int
-
-
-@attrs.frozen
-class Layout:
-    """Where the pieces of one tensor are."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[Part, ...]
-    """They follow each other without gaps."""
 
 
 def survey(run: Run, pieces: Mapping[str, Piece]) -> dict[str, Layout]:

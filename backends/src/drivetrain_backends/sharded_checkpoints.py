@@ -11,14 +11,14 @@ import attrs
 from torch import Tensor, nn
 
 from drivetrain.bundle import Bundle
-from drivetrain.checkpoint import layout
+from drivetrain.checkpoint import layout, sharded_files
 from drivetrain.checkpoint.agreement import agreed
 from drivetrain.checkpoint.optimizer_names import by_name, by_position, plain_name
+from drivetrain.checkpoint.sharded_files import ShardedFiles
 from drivetrain.errors import CheckpointError
 from drivetrain.world import Run
-from drivetrain_backends import model_state, sharded_files
+from drivetrain_backends import model_state
 from drivetrain_backends.pieces import Piece, survey
-from drivetrain_backends.sharded_files import ShardedFiles
 
 __all__ = ["Holding", "in_pieces", "load", "save"]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain.checkpoint.sharded_files import TOKEN
 from drivetrain.errors import CheckpointError
 from drivetrain.world import Run
 from drivetrain_backends.pieces import Piece, gather, survey
@@ -16,9 +17,6 @@ from drivetrain_deepspeed import partitions
 from drivetrain_deepspeed.partitions import Slot
 
 __all__ = ["full", "load", "read", "split", "take_over", "whole"]
-
-_TOKEN = "sharded_tensor"
-"""Key of what stands for a tensor in pieces in a state dict: ``{"sharded_tensor": its name}``."""
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:
@@ -54,7 +52,7 @@ def split(run: Run, zero: Any, optimizer: Optimizer, labels: Sequence[str]) -> t
         for key, value in state.items():
             if _is_flat(found, value):
                 pieces[f"{label}.{key}"] = Piece(found.cut(value), found.start, found.shape)
-                own[number][key] = {_TOKEN: f"{label}.{key}"}
+                own[number][key] = {TOKEN: f"{label}.{key}"}
             else:
                 own[number][key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     merged: dict[int, dict[str, Any]] = {}
@@ -91,7 +89,7 @@ def full(run: Run, zero: Any, optimizer: Optimizer) -> dict[str, Any]:
 def _resolved(state: Mapping[int, Any], resolve: Callable[[int, str], Any]) -> dict[int, dict[str, Any]]:
     return {
         number: {
-            key: resolve(number, value[_TOKEN]) if isinstance(value, dict) and _TOKEN in value else value
+            key: resolve(number, value[TOKEN]) if isinstance(value, dict) and TOKEN in value else value
             for key, value in entries.items()
         }
         for number, entries in state.items()
@@ -115,14 +113,14 @@ def read(zero: Any, optimizer: Optimizer, state: Mapping[str, Any], files: Any) 
     """
 
     def fill(number: int, key: str, piece: Piece, value: Any) -> None:
-        name = value[_TOKEN]
+        name = value[TOKEN]
         if files.layouts[name].shape != piece.shape:
             raise CheckpointError(
                 f"{files.directory}: {name} is of shape {files.layouts[name].shape}, and its parameter of {piece.shape}"
             )
         files.read_into(name, piece)
 
-    _load(zero, optimizer, state, fill, lambda found, value: isinstance(value, dict) and _TOKEN in value)
+    _load(zero, optimizer, state, fill, lambda found, value: isinstance(value, dict) and TOKEN in value)
 
 
 def whole(state: Mapping[str, Any], files: Any) -> dict[str, Any]:

@@ -54,11 +54,18 @@ class MixedPrecision1Config(MixedPrecisionConfig):
     """Section ``fsdp1.mixed_precision_policy``."""
 
     buffer_dtype: _Dtype | None = attrs.field(
-        default=None, validator=_a_dtype, metadata={"help": "dtype of buffers; null: as they are"}
+        default=None, validator=_a_dtype, metadata={"help": "dtype of buffers, in saved states too; null: as they are"}
+    )
+    cast_root_forward_inputs: bool = attrs.field(
+        default=True, metadata={"help": "cast inputs of the model as a whole, also without cast_forward_inputs"}
     )
     keep_low_precision_grads: bool = attrs.field(
-        default=False, metadata={"help": "leave gradients in reduce_dtype for the optimizer"}
+        default=False, metadata={"help": "leave gradients in param_dtype for the optimizer"}
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.keep_low_precision_grads and self.param_dtype is None:
+            raise ValueError("keep_low_precision_grads leaves gradients in param_dtype, which is not set; set it too")
 
 
 # ---------------------------------------------------------------------------------------------------- what they share

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.nested import cast_floats
 from drivetrain.world import Run
 from drivetrain_backends.pieces import Piece, piece_of
@@ -44,6 +44,12 @@ class ShardedUnit(FullyShardedDataParallel):
         if before is not None:  # else views would stay that no backward lets go of, and with them what they look into
             kept[:] = before
         return outputs if self.returned_dtype is None else cast_floats(outputs, self.returned_dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise DrivetrainError(
+            f"a {type(self.module).__name__} that is cut over ranks can't be copied: deepcopy it before prepare, and "
+            f"prepare both. They are cut alike, so parameters of one can be updated from those of the other"
+        )
 
     def _kept_for_backward(self) -> list[Tensor | None]:
         """Where torch keeps the views that a forward used."""
@@ -119,6 +125,7 @@ def _options(run: Run, config: Fsdp1Config) -> dict[str, Any]:
             buffer_dtype=_dtype(policy.buffer_dtype),
             keep_low_precision_grads=policy.keep_low_precision_grads,
             cast_forward_inputs=policy.cast_forward_inputs,
+            cast_root_forward_inputs=policy.cast_root_forward_inputs,
         )
     elif run.policy.reduce is not None:
         precision = MixedPrecision(reduce_dtype=run.policy.reduce_dtype)

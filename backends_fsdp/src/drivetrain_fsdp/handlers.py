@@ -47,6 +47,11 @@ def _strategy(value: Any) -> str | None:
 
 
 def _wrap_policy(value: Any) -> str | None:
+    if callable(value):
+        raise ValueError(
+            "auto_wrap_policy can't be a function, which no YAML could hold; name classes in "
+            "transformer_cls_names_to_wrap, or give min_num_params"
+        )
     return _choice("auto_wrap_policy", _WRAP_POLICIES, value)
 
 
@@ -86,6 +91,13 @@ _ONLY_IN = {
     "limit_all_gathers": (1, "gathering is limited always"),
 }
 
+_WHOLE_STATES = "a whole state is always made on the CPU of rank 0; state_dict_type says whether save_state writes one"
+_NOT_OFFERED = {
+    "param_init_fn": "cpu_ram_efficient_loading=True builds models on rank 0 alone, under accelerator.init_context()",
+    "state_dict_config": _WHOLE_STATES,
+    "optim_state_dict_config": _WHOLE_STATES,
+}
+
 
 @attrs.frozen(kw_only=True)
 class FullyShardedDataParallelPlugin(KwargsHandler):
@@ -116,6 +128,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         limit_all_gathers: Version 1.
         replicate_size: Number of groups that each hold the whole model.
         shard_size: Number of ranks in such a group.
+        param_init_fn: Refused, with what does the same here; so are ``state_dict_config`` and
+            ``optim_state_dict_config``.
 
     None, everywhere: as configured outside the code.
 
@@ -145,8 +159,14 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     limit_all_gathers: bool | None = None
     replicate_size: int | None = None
     shard_size: int | None = None
+    param_init_fn: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
 
     def __attrs_post_init__(self) -> None:
+        for name, instead in _NOT_OFFERED.items():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is not offered; {instead}")
         for name, (version, instead) in _ONLY_IN.items():
             if getattr(self, name) is not None and self.fsdp_version != version:
                 raise ValueError(
@@ -228,16 +248,18 @@ def _dtypes(policy: Any, config: type[MixedPrecisionConfig]) -> dict[str, Any]:
     known = [field.name for field in attrs.fields(config)]
     if isinstance(policy, Mapping):
         found = dict(policy)
-        if unknown := [name for name in found if name not in known]:
-            raise ValueError(
-                f"mixed_precision_policy has no {', '.join(map(repr, unknown))}; it has {', '.join(known)}"
-            )
     else:
-        found = {name: getattr(policy, name) for name in known if hasattr(policy, name)}
+        own = [name for name in getattr(policy, "__dict__", ()) if not name.startswith("_")]
+        found = {name: getattr(policy, name) for name in [*known, *own] if hasattr(policy, name)}
         if not found:
             raise TypeError(f"mixed_precision_policy must be a dict or one of torch's policies, got {policy!r}")
         # In torch's objects None means that gradients are reduced in the dtype they have.
         found["reduce_dtype"] = found.get("reduce_dtype") or found.get("param_dtype")
+    if unknown := [name for name in found if name not in known]:
+        kind = "" if isinstance(policy, Mapping) else f"; torch's {type(policy).__name__} is of the other fsdp_version"
+        raise ValueError(
+            f"mixed_precision_policy has no {', '.join(map(repr, unknown))}{kind}; it has {', '.join(known)}"
+        )
     return {
         name: value if isinstance(value, bool) else str(value).removeprefix("torch.")
         for name, value in found.items()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from drivetrain.checkpoint.sharded_files import TOKEN
 from drivetrain.errors import CheckpointError
 from drivetrain.world import Run
 from drivetrain_backends.pieces import Piece, gather, piece_of, survey
@@ -18,9 +19,6 @@ from drivetrain_backends.sharded_checkpoints import Holding
 __all__ = ["cut", "full", "holding", "load", "read_pieces", "split"]
 
 Locate = Callable[[Tensor], Piece]
-
-_TOKEN = "sharded_tensor"
-"""Key of what stands for a tensor in pieces in a state dict: ``{"sharded_tensor": its name}``."""
 
 
 def holding(locate: Locate) -> Holding:
@@ -58,7 +56,7 @@ def split(
             piece = _piece(parameter, value, locate)
             if piece is not None:
                 pieces[f"{label}.{key}"] = piece
-                own[number][key] = {_TOKEN: f"{label}.{key}"}
+                own[number][key] = {TOKEN: f"{label}.{key}"}
             elif isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {label} of shape "
@@ -107,7 +105,7 @@ def full(run: Run, optimizer: Optimizer, locate: Locate, group: Any) -> dict[str
 def _replaced(state: Mapping[int, Any], resolve: Callable[[int, str], Any]) -> dict[int, dict[str, Any]]:
     return {
         number: {
-            key: resolve(number, value[_TOKEN]) if isinstance(value, dict) and _TOKEN in value else value
+            key: resolve(number, value[TOKEN]) if isinstance(value, dict) and TOKEN in value else value
             for key, value in entries.items()
         }
         for number, entries in state.items()

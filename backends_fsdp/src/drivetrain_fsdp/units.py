@@ -38,7 +38,7 @@ class Plan:
     ignored: tuple[nn.Module, ...]
     """Modules that stay whole, those inside them not listed."""
     whole: Set[str]
-    """Names of the parameters that stay whole: of ignored modules, and scalars, which can't be cut."""
+    """Names of the parameters that stay whole: of ignored modules, and scalars and empty ones, which can't be cut."""
 
     def members(self, unit: nn.Module) -> Iterator[nn.Module]:
         """The modules whose tensors belong to a unit: those inside it, but not inside another one, nor ignored."""
@@ -80,7 +80,11 @@ def make_plan(section: str, model: nn.Module, config: ShardingConfig, frozen_cou
     ignored = _ignored(section, model, config.ignored_modules)
     inside_ignored = {id(module) for outer in ignored for module in outer.modules()}
     kept = {id(p) for outer in ignored for p in outer.parameters()}
-    whole = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in kept or p.dim() == 0}
+    whole = {
+        name
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if id(p) in kept or p.dim() == 0 or p.numel() == 0
+    }
     wholes = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
     chosen = [
         module

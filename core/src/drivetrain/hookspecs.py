@@ -448,7 +448,8 @@ class HookSpecs:
     def load_state(self, run: Run, bundle: Bundle, directory: Path, strict: bool) -> None:
         """Read what ``save_state`` wrote, in place. Called on every rank. Must not unpickle code.
 
-        Default: reads what the default of ``save_state`` writes.
+        Default: reads what the default of ``save_state`` writes, and pieces in the format of
+        ``drivetrain.checkpoint.sharded_files``.
         """
 
     @_hook("backend")

@@ -15,8 +15,8 @@ are safetensors, and what is neither is refused when it is saved.
       rng/rank_00000.json               Python's, numpy's, torch's and the device's generators
       gradients/rank_00000.safetensors  only where a group of micro-batches was not finished
 
-Models and optimizers are written by the hook ``save_state``; backends that shard have layouts of their own for them.
-Everything else is the same under every backend.
+Models and optimizers are written by the hook ``save_state``. Backends that shard may write there what each rank holds
+(``sharded_files``), which core reads too, and ``merging`` makes whole weights of. All else is the same for all.
 """
 
 from __future__ import annotations

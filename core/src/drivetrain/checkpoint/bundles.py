@@ -1,6 +1,7 @@
 """Models and optimizers in a checkpoint, as core writes them: full weights, and optimizer state by parameter name.
 
-Backends whose ranks hold parts of a model may answer the hooks ``save_state`` and ``load_state`` in another way.
+Backends whose ranks hold parts of a model may answer the hooks ``save_state`` and ``load_state`` in another way. What
+they write in pieces (``sharded_files``) is read here too.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from drivetrain.checkpoint import layout
+from drivetrain.checkpoint import layout, sharded_files
 from drivetrain.checkpoint.agreement import agreed
 from drivetrain.checkpoint.layout import Manifest
-from drivetrain.checkpoint.model_files import is_there, open_weights, write_model_files
+from drivetrain.checkpoint.model_files import write_model_files
 from drivetrain.checkpoint.optimizer_names import by_name, by_position, plain_name
+from drivetrain.checkpoint.saved_weights import are_there, open_model
+from drivetrain.checkpoint.sharded_files import ShardedFiles
 from drivetrain.checkpoint.tree import read_tree, write_tree
 from drivetrain.errors import CheckpointError
 
@@ -80,7 +83,7 @@ def _write_model(directory: Path, index: int, module: nn.Module, state: Mapping[
 
 
 def load_bundle(run: Run, bundle: Bundle, directory: Path, strict: bool) -> None:
-    """Core's answer to the hook ``load_state``: what ``save_bundle`` wrote, checked as a whole, then loaded."""
+    """Core's answer to the hook ``load_state``: what ``save_bundle`` or ranks in pieces wrote, checked, then loaded."""
     models: list[int] = []
     optimizers: dict[int, dict[str, Any]] = {}
     with agreed(run, f"loading {directory}"):
@@ -89,10 +92,10 @@ def load_bundle(run: Run, bundle: Bundle, directory: Path, strict: bool) -> None
                 _check_weights(run, directory, index, model, strict)
                 models.append(index)
         for index, optimizer in enumerate(bundle.optimizers):
-            stem = directory / layout.optimizer(index)
-            if strict or stem.with_name(f"{stem.name}.json").exists():
-                owner = f"optimizer {index} ({type(optimizer).__name__})"
-                optimizers[index] = by_position(read_tree(stem), bundle.names[index], owner)
+            owner = f"optimizer {index} ({type(optimizer).__name__})"
+            saved = _optimizer_state(directory, index, strict)
+            if saved is not None:
+                optimizers[index] = by_position(saved, bundle.names[index], owner)
     for index in models:
         _load_weights(run, directory, index, bundle.models[index], strict)
     for index, state in optimizers.items():
@@ -103,12 +106,12 @@ def load_bundle(run: Run, bundle: Bundle, directory: Path, strict: bool) -> None
 
 def _there(directory: Path, index: int, strict: bool) -> bool:
     place = directory / layout.model(index)
-    if is_there(place):
+    if are_there(directory, index):
         return True
     if strict:
         backend = Manifest.read(directory).backend if (directory / layout.MANIFEST).exists() else "another"
         raise CheckpointError(
-            f"{place} has no weights in the common format; the checkpoint was written by backend {backend!r}, which "
+            f"{place} has neither whole weights nor pieces; the checkpoint was written by backend {backend!r}, which "
             f"may have a format of its own: load it with that backend, and write the weights for others by save_model, "
             f"or the next state by a setting of that backend for whole files, if it has one"
         )
@@ -121,9 +124,9 @@ def _check_weights(run: Run, directory: Path, index: int, model: nn.Module, stri
         return  # what a rank holds does not tell the shape of the whole
     bare = run.hooks.unwrap(run=run, model=model)
     expected = {plain_name(name): value for name, value in bare.state_dict().items()}
-    with open_weights(directory / layout.model(index)) as weights:
-        shapes = {name: weights.shape(name) for name in weights}
-    extra = _extra_state(directory, index)
+    with open_model(directory, index) as found:
+        shapes = {name: found.weights.shape(name) for name in found.weights}
+        extra = found.extra
     problems = [
         f"{name} is of shape {shapes[name]} there, and {tuple(value.shape)} here"
         for name, value in expected.items()
@@ -141,20 +144,19 @@ def _check_weights(run: Run, directory: Path, index: int, model: nn.Module, stri
         )
 
 
-def _extra_state(directory: Path, index: int) -> dict[str, Any]:
-    stem = directory / layout.model_extra(index)
-    if not stem.with_name(f"{stem.name}.json").exists():
-        return {}
-    extra: dict[str, Any] = read_tree(stem)
-    return extra
+def _optimizer_state(directory: Path, index: int, strict: bool) -> Any:
+    """As ``by_name`` gave it, with whole tensors; None if it isn't there and need not be."""
+    stem = directory / layout.optimizer(index)
+    if sharded_files.is_sharded(stem.parent):
+        with ShardedFiles.open(stem.parent) as files:
+            return files.with_wholes(files.others)
+    return read_tree(stem) if strict or stem.with_name(f"{stem.name}.json").exists() else None
 
 
 def _load_weights(run: Run, directory: Path, index: int, model: nn.Module, strict: bool) -> None:
     bare = run.hooks.unwrap(run=run, model=model)
-    with open_weights(directory / layout.model(index)) as weights:
-        state: Mapping[str, Any] = weights
-        if extra := _extra_state(directory, index):
-            state = {**weights, **extra}
+    with open_model(directory, index) as found:
+        state: Mapping[str, Any] = {**found.weights, **found.extra} if found.extra else found.weights
         run.hooks.load_model_state(run=run, model=model, state=_as_in(bare, state), strict=strict)
 
 

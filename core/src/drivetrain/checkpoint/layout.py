@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from drivetrain.checkpoint.files import FileRecord, read_json, write_json
+from drivetrain.checkpoint.files import FileRecord, checksum, read_json, write_json
 from drivetrain.errors import CheckpointError
 
 __all__ = [
@@ -206,6 +206,16 @@ class Manifest:
                 raise CheckpointError(
                     f"{path} is damaged: it has {size} bytes, but {self.files[name].size} were written"
                 )
+
+    def check_contents(self, directory: Path, names: list[str]) -> None:
+        """Make sure that files have the checksums they were written with, which reads all of them.
+
+        Raises:
+            CheckpointError: One hasn't; the text names it.
+        """
+        for name in names:
+            if checksum(directory / name) != self.files[name]:
+                raise CheckpointError(f"{directory / name} is damaged: its checksum is not the one it was written with")
 
 
 def _known(cls: Any, data: Mapping[str, Any]) -> Any:

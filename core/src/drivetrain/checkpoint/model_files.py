@@ -267,6 +267,11 @@ class Weights(Mapping[str, Tensor]):
         name = self._aliases.get(name, name)
         return self._files[name].shape(name)
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """For each name that was left out the one its tensor is kept under."""
+        return self._aliases
+
     def __iter__(self) -> Iterator[str]:
         yield from self._files
         yield from self._aliases

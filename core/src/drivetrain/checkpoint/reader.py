@@ -14,7 +14,6 @@ from torch import Tensor
 from drivetrain.checkpoint import gradients, layout, rng
 from drivetrain.checkpoint.agreement import agreed
 from drivetrain.checkpoint.atomic import find
-from drivetrain.checkpoint.files import checksum
 from drivetrain.checkpoint.layout import Manifest, Thing
 from drivetrain.checkpoint.tensors import read_tensors
 from drivetrain.checkpoint.tree import read_tree
@@ -91,9 +90,7 @@ def _check_files(run: Run, manifest: Manifest, directory: Path, verify: bool, sh
     place, of = (run.world.rank, run.world.size) if shared else (run.world.local_rank, run.world.local_size)
     names = sorted(manifest.files)[place::of]
     manifest.check_sizes(directory, names)
-    for name in names:
-        if (verify or name.endswith(".json")) and checksum(directory / name) != manifest.files[name]:
-            raise CheckpointError(f"{directory / name} is damaged: its checksum is not the one it was written with")
+    manifest.check_contents(directory, [name for name in names if verify or name.endswith(".json")])
 
 
 def _check_world(run: Run, manifest: Manifest, directory: Path) -> None:

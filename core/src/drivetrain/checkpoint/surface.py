@@ -48,6 +48,8 @@ class CheckpointMixin:
 
     def _set_up_project(self, project_dir: Any, project_config: ProjectConfiguration | None) -> None:
         """Called once, by the Accelerator's constructor."""
+        if project_config is not None and not isinstance(project_config, ProjectConfiguration):
+            raise TypeError(f"project_config takes a ProjectConfiguration; got {type(project_config).__name__}")
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
@@ -308,18 +310,18 @@ class CheckpointMixin:
 
         Raises:
             CheckpointError: On the main process, if the weights can't be written.
+            ValueError: ``max_shard_size`` is no size; on every rank, before anything is done.
         """
-        from drivetrain.checkpoint.model_files import write_model_files
+        from drivetrain.checkpoint.model_files import parse_size, write_model_files
 
+        limit = parse_size(max_shard_size)
         known = self.known.model_of(model)
         wrapped = model if known is None else known.wrapped
         state = self.get_state_dict(wrapped)
         if not self._writes_weights:
             return
         bare = self.run.hooks.unwrap(run=self.run, model=wrapped)
-        write_model_files(
-            _absolute(save_directory), state, module=bare, max_shard_size=max_shard_size, safe=safe_serialization
-        )
+        write_model_files(_absolute(save_directory), state, module=bare, max_shard_size=limit, safe=safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save an object, from the main process: whole or not at all.

@@ -36,6 +36,9 @@ _COMMANDS: Mapping[str, _Entry] = {
     "test": _Entry("drivetrain.cli.test:test", "Start the configured world and check what it computes."),
     "doctor": _Entry("drivetrain.cli.doctor:doctor", "Check every installed plugin, each in a process of its own."),
     "conform": _Entry("drivetrain.cli.conform:conform", "Prove that an installed plugin keeps the contract."),
+    "merge-weights": _Entry(
+        "drivetrain.cli.merge_weights:merge_weights", "Make model files of a checkpoint's weights."
+    ),
     "new-plugin": _Entry("drivetrain.cli.new_plugin:new_plugin", "Write a package that is a complete plugin."),
     "env": _Entry("drivetrain.cli.env:env", "Show versions, devices and settings, as for a bug report."),
 }

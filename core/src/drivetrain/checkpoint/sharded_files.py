@@ -16,19 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.agreement import agreed
+from drivetrain.checkpoint.pieces import Layout, Part, Piece
 from drivetrain.checkpoint.tensors import TensorFile, write_tensors
 from drivetrain.checkpoint.tree import read_tree, write_tree
 from drivetrain.errors import CheckpointError
 from drivetrain.world import Run
-from drivetrain_backends.pieces import Layout, Part, Piece
 
-__all__ = ["ShardedFiles", "is_sharded", "write"]
+__all__ = ["TOKEN", "ShardedFiles", "is_sharded", "write"]
 
 _INDEX = "sharded"
 _FORMAT, _VERSION = "drivetrain-sharded", 1
+
+
+TOKEN = "sharded_tensor"
+"""Key of what stands in other data for a tensor in pieces: ``{"sharded_tensor": its name}``."""
 
 
 def is_sharded(directory: Path) -> bool:
@@ -124,6 +129,25 @@ class ShardedFiles:
                 held = self._file(part.rank).mapped(name)
                 self._check(name, held, part)
                 piece.write(held[start - part.start : stop - part.start], start)
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        layout = self.layouts[name]
+        whole = Piece(torch.empty(layout.shape, dtype=layout.dtype), 0, layout.shape)
+        self.read_into(name, whole)
+        return whole.local
+
+    def with_wholes(self, data: Any) -> Any:
+        """Nested dicts with whole tensors in place of the tokens that stand for them."""
+        if not isinstance(data, dict):
+            return data
+        if data.keys() == {TOKEN}:
+            return self.read(data[TOKEN])
+        return {key: self.with_wholes(value) for key, value in data.items()}
 
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._files:
