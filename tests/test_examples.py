@@ -56,7 +56,7 @@ def run(pool: Any, ranks: int, script: str, arguments: list[str], project: Path)
     return printed
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("script", "arguments", "says"), RUNS, ids=[script for script, _, _ in RUNS])
 def test_example_runs(
     worker_pool: Any, tmp_path: Path, ranks: int, script: str, arguments: list[str], says: str

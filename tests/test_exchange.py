@@ -104,6 +104,7 @@ def test_collectives_join_in_rank_order_and_agree(worker_pool: Any) -> None:
 def mismatch(what: str) -> str:
     from drivetrain import Accelerator
     from drivetrain.errors import CollectiveMismatchError
+    from drivetrain.utils import broadcast_object_list, gather_object, wait_for_everyone
 
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
@@ -112,6 +113,9 @@ def mismatch(what: str) -> str:
         "dtype": (accelerator.reduce, torch.zeros(2, dtype=[torch.float32, torch.float64][rank])),
         "structure": (accelerator.gather, {"a": torch.zeros(1)} if rank else [torch.zeros(1), torch.zeros(1)]),
         "operation": (accelerator.gather if rank else accelerator.reduce, torch.zeros(2)),
+        "objects": (broadcast_object_list if rank else gather_object, [1]),
+        "barrier": (lambda _: wait_for_everyone() if rank else accelerator.gather_for_metrics([1], True), None),
+        "flag": (lambda _: accelerator.wait_for_everyone() if rank else accelerator.check_trigger(), None),
     }[what]
     with pytest.raises(CollectiveMismatchError) as caught:
         call(data)
@@ -126,6 +130,9 @@ def mismatch(what: str) -> str:
         ("dtype", ["float32", "float64"]),
         ("structure", ["rank 0: gather", "rank 1: gather"]),
         ("operation", ["rank 0: reduce (sum)", "rank 1: gather"]),
+        ("objects", ["rank 0: gather_object", "rank 1: broadcast_object_list from 0"]),
+        ("barrier", ["rank 0: gather_object", "rank 1: wait_for_everyone"]),
+        ("flag", ["rank 0: check_trigger", "rank 1: wait_for_everyone"]),
     ],
 )
 def test_mismatched_collectives_are_the_same_error_on_all_ranks(worker_pool: Any, what: str, words: list[str]) -> None:

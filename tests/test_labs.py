@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain import registry
+from tests.installed import backends_for_many
 
 LIMIT = 60
 """Seconds for one command."""
@@ -222,13 +222,6 @@ def test_lab_4_four_micro_batches_are_one_big_batch(shell: Shell) -> None:
 
 WHOLE = 3 * 4 * (8 * 32 + 32 + 32 * 3 + 3)
 """Bytes of the loop's model, and of the two numbers that AdamW keeps for each of its parameters."""
-
-
-def backends_for_many() -> dict[str, bool]:
-    """Installed backends that several processes can use, and whether each process holds a part of the parameters."""
-    loaded, _ = registry.load_all("backend")
-    claims = {name: found().capabilities for name, found in loaded.items()}
-    return {name: claimed.shards_params for name, claimed in claims.items() if claimed.many_processes}
 
 
 def holding(done: subprocess.CompletedProcess[str]) -> int:

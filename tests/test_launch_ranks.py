@@ -38,6 +38,7 @@ def two(launcher, script, *arguments, flags=()):
     return launcher.run("--cpu", "--num_processes", "2", *flags, script, *arguments)
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_have_two_ranks_each_and_do_not_meet(launcher):
     script = launcher.script(WORLD)
     jobs = [launcher.start("--cpu", "--num_processes=2", *port, script) for port in ([], ["--main_process_port", "0"])]
@@ -53,6 +54,7 @@ def test_two_jobs_at_once_have_two_ranks_each_and_do_not_meet(launcher):
     assert list(launcher.temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_rank_that_exits_ends_a_deaf_one_and_its_children(launcher):
     script = launcher.script(DEAF + "sys.exit(7) if rank == '1' else time.sleep(600)\n")
     done = two(launcher, script)
@@ -64,6 +66,7 @@ def test_one_rank_that_exits_ends_a_deaf_one_and_its_children(launcher):
     assert list(launcher.temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_early_is_named_when_the_others_fail(launcher):
     script = launcher.script("""
         import os, sys, time
@@ -79,6 +82,7 @@ def test_a_rank_that_left_early_is_named_when_the_others_fail(launcher):
     )
 
 
+@pytest.mark.slow
 def test_only_the_first_traceback_is_shown_at_the_end_with_its_notes(launcher):
     script = launcher.script("""
         import os, pathlib, time
@@ -100,6 +104,7 @@ def test_only_the_first_traceback_is_shown_at_the_end_with_its_notes(launcher):
     assert "ChildFailedError" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_ends_in_its_message_below_the_line_of_the_script(launcher):
     script = launcher.script("""
         from drivetrain.config import resolve
@@ -118,6 +123,7 @@ def test_a_wrong_setting_ends_in_its_message_below_the_line_of_the_script(launch
     assert "in resolve" in whole
 
 
+@pytest.mark.slow
 def test_of_ranks_that_fail_alike_one_prints_its_traceback(launcher):
     script = launcher.script("""
         import os, pathlib, time
@@ -132,6 +138,7 @@ def test_of_ranks_that_fail_alike_one_prints_its_traceback(launcher):
     assert done.stderr.count("Traceback") == 2  # of rank 0, and once more at the end
 
 
+@pytest.mark.slow
 def test_a_rank_that_failed_first_is_named_though_it_ends_last(launcher):
     script = launcher.script("""
         import atexit, os, pathlib, time
@@ -214,6 +221,7 @@ def test_all_ranks_start_again_after_a_failure(launcher):
     assert done.stderr == "drivetrain launch: rank 1 failed (exit code 7); restart 1 of 2\n"
 
 
+@pytest.mark.slow
 def test_when_restarts_are_used_up_the_last_failure_counts(launcher):
     script = launcher.script("""
         import os, sys
@@ -224,6 +232,7 @@ def test_when_restarts_are_used_up_the_last_failure_counts(launcher):
     assert "restart 1 of 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_output_is_copied_to_a_file_for_each_rank(launcher):
     script = launcher.script("""
         import os, sys
@@ -240,6 +249,7 @@ def test_output_is_copied_to_a_file_for_each_rank(launcher):
     assert (folder / "attempt_0/1/stdout.log").read_text() == "out 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_lines_of_different_ranks_do_not_mix(launcher, unbuffered):
     launcher.environment["PYTHONUNBUFFERED"] = unbuffered
@@ -304,6 +314,7 @@ def test_ranks_reach_each_other_also_after_a_restart(launcher):
     assert done.stdout.count("sum 3.0") == 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_others_in_a_barrier_ends_them(launcher):
     script = launcher.script(
         GLOO

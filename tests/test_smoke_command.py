@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.installed import backends_for_many
+
 PLUGIN = """
     import os, subprocess, sys
     from drivetrain.plugin import Backend, Capabilities, hookimpl
@@ -67,7 +69,7 @@ def run(folder: Path, *arguments: str, site: Path | None = None) -> subprocess.C
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
 
 
@@ -81,6 +83,7 @@ def rows(output: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_in_half_precision_are_what_was_asked_for(tmp_path: Path) -> None:
     done = run(tmp_path, "--num_processes", "2", "--mixed_precision", "bf16", "--set", "collective_timeout=20")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,6 +96,16 @@ def test_two_processes_in_half_precision_are_what_was_asked_for(tmp_path: Path) 
     assert "This world works: 2 process(es), backend ddp, cpu, mixed_precision bf16." in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", backends_for_many())
+def test_every_installed_backend_for_several_processes_passes(tmp_path: Path, backend: str) -> None:
+    done = run(tmp_path, "--num_processes", "2", "--backend", backend, "--set", "collective_timeout=20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows(done.stdout)["training, against one process"][0] == "ok"
+    assert f"This world works: 2 process(es), backend {backend}, cpu, mixed_precision no." in done.stdout
+
+
+@pytest.mark.slow
 def test_a_world_of_another_size_fails_though_all_in_it_is_well(tmp_path: Path, site: Path) -> None:
     done = run(tmp_path, "--num_processes", "3", "--backend", "lone", site=site)
     assert done.returncode == 1
@@ -102,6 +115,7 @@ def test_a_world_of_another_size_fails_though_all_in_it_is_well(tmp_path: Path, 
     assert "This world does not work; wrong: processes, ranks." in done.stderr
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_train_fails(tmp_path: Path, site: Path) -> None:
     done = run(tmp_path, "--num_processes", "1", "--backend", "lazy", site=site)
     assert done.returncode == 1

@@ -114,6 +114,57 @@ def test_inputs_are_split_without_padding_or_repeats(worker_pool: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "kind", [list, tuple, torch.tensor, np.array, range, lambda rows: {"rows": rows, "same": rows}]
+)
+def test_every_kind_of_inputs_is_padded_with_its_last_row(worker_pool: Any, kind: Any) -> None:
+    inputs = range(5) if kind is range else kind([0, 1, 2, 3, 4])
+    for rank, expected in enumerate([[0, 1, 2], [3, 4, 4]]):
+        part = worker_pool(2).run(padded, inputs)[rank]
+        assert part == ({"rows": expected, "same": expected} if isinstance(part, dict) else expected)
+
+
+def padded(inputs: Any) -> Any:
+    from drivetrain import PartialState
+
+    with PartialState(cpu=True).split_between_processes(inputs, apply_padding=True) as part:
+        if isinstance(part, dict):
+            return {key: [int(row) for row in rows] for key, rows in part.items()}
+        return [int(row) for row in part]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (5, "TypeError", "got an object of type int"),
+        ({1, 2}, "TypeError", "got an object of type set"),
+        (torch.tensor(1.0), "TypeError", "got a 0-d tensor"),
+        ({"a": [1, 2], "b": None}, "TypeError", "got an object of type NoneType"),
+        ({"a": [1, 2], "b": [1]}, "ValueError", "must have one length"),
+    ],
+)
+def test_what_can_not_be_split_is_refused_in_any_world(
+    worker_pool: Any, ranks: int, inputs: Any, error: str, message: str
+) -> None:
+    with pytest.raises(WorkerError, match=f"{error}: .*{message}"):
+        worker_pool(ranks).run(padded, inputs)
+
+
+def save_in_files_of(size: str, folder: Any) -> None:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(accelerator.prepare(OneWeight()), folder, max_shard_size=size)
+
+
+def test_a_size_of_files_that_is_none_is_refused_on_every_rank(worker_pool: Any, tmp_path: Any) -> None:
+    with pytest.raises(WorkerError) as caught:
+        worker_pool(2).run(save_in_files_of, "ten", tmp_path)
+    for rank in range(2):
+        assert "ValueError: 'ten' is no size" in str(caught.value.of(rank))
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 
 

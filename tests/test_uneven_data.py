@@ -43,6 +43,24 @@ def test_ranks_with_fewer_batches_wait_and_end_with_the_same_weights(worker_pool
     assert (one["batches"], other["batches"]) == (2, 1)
 
 
+def join(which: str) -> None:
+    from drivetrain import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    original = OneWeight(1.0)
+    prepared = accelerator.prepare(original)
+    with accelerator.join_uneven_inputs({"one": prepared, "original": [original], "text": ["model"]}[which]):
+        pass
+
+
+def test_only_what_prepare_returned_is_joined(worker_pool: Any) -> None:
+    worker_pool(2).run(join, "one")
+    with pytest.raises(WorkerError, match="DrivetrainError: this OneWeight is the model that was given to prepare"):
+        worker_pool(2).run(join, "original")
+    with pytest.raises(WorkerError, match="TypeError: join_uneven_inputs takes prepared models; got str"):
+        worker_pool(2).run(join, "text")
+
+
 def test_even_batches_is_overridden_in_the_context_only(worker_pool: Any) -> None:
     one, other = worker_pool(2).run(train_uneven, [1.0, 2.0, 3.0], False, True)
     assert (one["w"], other["w"]) == (-2.0, -2.0)

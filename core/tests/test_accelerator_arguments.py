@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,70 @@ def test_a_second_accelerator_shares_the_run_and_keeps_its_own_count() -> None:
     assert second.run is first.run
     assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (4, 1)
     assert GradientState().num_steps == 1
+
+
+def test_gradient_state_looks_at_the_accelerator_whose_loader_is_iterated() -> None:
+    first = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = first.prepare(numbers(2))
+    second = Accelerator(gradient_accumulation_steps=2)
+    assert GradientState().num_steps == 2
+    assert [GradientState().num_steps for _ in loader] == [4, 4]
+    del second
+    gc.collect()
+    assert GradientState().initialized
+    assert GradientState().num_steps == 4
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "two"])
+def test_a_second_accelerator_is_told_what_is_wrong_with_its_own_count(steps: Any) -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=r"Accelerator\(\.\.\.\): gradient_accumulation_steps: "):
+        Accelerator(gradient_accumulation_steps=steps)
+
+
+def test_a_second_accelerator_may_name_the_file_of_the_first_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: bf16\n")
+    first = Accelerator(cpu=True, config_file=file)
+    assert Accelerator(config_file=tmp_path / "." / "run.yaml").run is first.run
+    with pytest.raises(StateConflictError, match=r"runs with the settings of .*run\.yaml, so those of .*other\.yaml"):
+        Accelerator(config_file=tmp_path / "other.yaml")
+    state.reset()
+    Accelerator(cpu=True, mixed_precision="no", config_file=None)
+    with pytest.raises(StateConflictError, match=r"runs with no config file"):
+        Accelerator(config_file=file)
+
+
+def test_a_setting_that_does_not_exist_is_no_conflict() -> None:
+    PartialState(cpu=True)
+    with pytest.raises(ConfigError, match="mixed_precisoin: unknown key; did you mean 'mixed_precision'"):
+        PartialState(mixed_precisoin="bf16")
+
+
+@pytest.mark.parametrize("name", ["split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler"])
+def test_settings_of_loaders_are_taken_where_older_scripts_pass_them(name: str) -> None:
+    configuration = DataLoaderConfiguration(data_seed=3)
+    for value in (True, False):
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration, **{name: value})
+        assert getattr(accelerator.dataloader_config, name) is value
+        assert accelerator.dataloader_config.data_seed == 3
+    assert Accelerator(dataloader_config=configuration, **{name: None}).dataloader_config == configuration
+    assert configuration == DataLoaderConfiguration(data_seed=3)
+    with pytest.raises(TypeError, match=name):
+        Accelerator(**{name: "yes"})
+
+
+@pytest.mark.parametrize(
+    ("keyword", "wanted"),
+    [
+        ("dataloader_config", "DataLoaderConfiguration"),
+        ("gradient_accumulation_plugin", "GradientAccumulationPlugin"),
+        ("project_config", "ProjectConfiguration"),
+    ],
+)
+def test_settings_of_another_type_are_named(keyword: str, wanted: str) -> None:
+    with pytest.raises(TypeError, match=f"{keyword} takes a {wanted}; got dict"):
+        Accelerator(cpu=True, **{keyword: {"num_steps": 2}})
 
 
 def test_a_conflicting_second_accelerator_names_both_values() -> None:
@@ -78,6 +143,9 @@ def test_partial_state_answers_without_an_accelerator() -> None:
     assert (one.num_processes, one.process_index, one.is_main_process, one.device.type) == (1, 0, True, "cpu")
     assert one.on_main_process(lambda: 3)() == 3
     assert one.on_process(lambda: 3, process_index=1)() is None
+    for decorator in (one.on_process, one.on_local_process):
+        with pytest.raises(TypeError, match="needs to know which process"):
+            decorator(lambda: 3)
 
 
 def test_gradient_state_follows_the_loader() -> None:

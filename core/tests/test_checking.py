@@ -12,6 +12,7 @@ from drivetrain.checking import telling_all
 from drivetrain.config import Resolved, resolve
 from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
 from drivetrain.launch import launch_script
+from drivetrain.launch.script import ready
 
 WRONG = "backend: snigle\ndevice: abacus\nmixed_precision: bf61\nbf16: {output: float61}\nfp16: {init_scale: -1}\n"
 TOLD = [
@@ -71,3 +72,26 @@ def test_a_section_of_a_plugin_that_is_not_chosen_does_no_harm_alone(file: Path,
     resolved: Resolved = resolve(file, environment={})
     with telling_all(resolved):
         pass
+
+
+def test_a_mistake_in_the_section_of_a_plugin_that_is_not_chosen_is_told_too(tmp_path: Path) -> None:
+    file, script = tmp_path / "c.yaml", tmp_path / "script.py"
+    file.write_text("mixed_precision: bf16\nfp16: {init_scael: 1}\n")
+    script.write_text("raise SystemExit(9)")
+    with pytest.raises(ConfigError, match=r"c.yaml:2:8: fp16.init_scael: unknown key; did you mean 'init_scale'"):
+        launch_script(script, config_file=file)
+
+
+def test_a_setting_on_the_command_line_that_has_no_effect_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    settings = {"mixed_precision": "bf16", "num_processes": 1, "fp16.init_scale": 2.0, "bf16.output": "bfloat16"}
+    notes = ready(resolve(command_line=settings, environment={}), str(script)).notes
+    assert notes == ("fp16.init_scale (command line) has no effect: fp16 takes no part in this run",)
+
+
+def test_settings_of_other_plugins_in_a_file_are_nobodys_business(tmp_path: Path) -> None:
+    file, script = tmp_path / "c.yaml", tmp_path / "script.py"
+    file.write_text("num_processes: 1\nfp16: {init_scale: 2}\n")
+    script.write_text("")
+    assert ready(resolve(file, environment={}), str(script)).notes == ()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain import runtime, state
+from drivetrain import Accelerator, runtime, state
 from drivetrain.config import Resolved, resolve
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.world import Topology
@@ -116,3 +116,18 @@ def test_a_failed_start_leaves_no_run_behind(tmp_path: Path) -> None:
     with pytest.raises(DrivetrainError):
         state.ensure({"mixed_precision": "fp1024", "device": "cpu"})
     assert state.current() is None
+
+
+@pytest.mark.usefixtures("fresh_run")
+def test_under_another_launcher_nothing_is_said_of_a_world_that_was_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "c.yaml").write_text("num_processes: 4\nmixed_precision: no\n")
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "DRIVETRAIN_NUM_PROCESSES": "3", "DRIVETRAIN_MIXED_PRECISION": "bf16"}
+    for name, value in {**variables, "DRIVETRAIN_CONFIG": str(tmp_path / "c.yaml")}.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO", logger="drivetrain"):
+        Accelerator()
+    (line,) = [record.getMessage() for record in caplog.records if "processes=1" in record.getMessage()]
+    assert "mixed_precision=bf16 (environment" in line
+    assert "num_processes" not in line

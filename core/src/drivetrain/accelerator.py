@@ -7,16 +7,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import attrs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import state
 from drivetrain.accumulation import Accumulation, GradientAccumulationPlugin
-from drivetrain.arguments import settings_from_code
+from drivetrain.arguments import loader_configuration, settings_from_code
 from drivetrain.checkpoint.surface import CheckpointMixin
 from drivetrain.collectives import CollectivesMixin
-from drivetrain.data.configuration import DataLoaderConfiguration
 from drivetrain.data.surface import LoadersMixin
 from drivetrain.forward import autocast
 from drivetrain.gradients import Gradients, as_parameter_list
@@ -32,6 +30,7 @@ from drivetrain.unwrapping import unwrap
 if TYPE_CHECKING:
     from drivetrain.checkpoint import ProjectConfiguration
     from drivetrain.config import Resolved
+    from drivetrain.data.configuration import DataLoaderConfiguration
     from drivetrain.plugin import KwargsHandler
     from drivetrain.world import Run
 
@@ -70,7 +69,8 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
         log_with: Trackers that ``log`` hands metrics to: a name, an object, a list of them, or ``"all"``.
         config_file: YAML to read instead of the default one.
         **plugins: Keywords that installed plugins claim, such as ``fsdp_plugin``; and ``dynamo_backend`` or
-            ``dynamo_plugin``, a compiler's name or a ``TorchDynamoPlugin``.
+            ``dynamo_plugin``, a compiler's name or a ``TorchDynamoPlugin``. ``dispatch_batches``, ``even_batches`` and
+            ``use_seedable_sampler`` are taken as ``split_batches`` is.
 
     Raises:
         ConfigError: A setting is unknown or impossible.
@@ -101,6 +101,8 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
     ) -> None:
         if scheduler_counts not in ("shards", "updates"):
             raise ValueError(f"scheduler_counts must be 'shards' or 'updates'; got {scheduler_counts!r}")
+        plugins["split_batches"] = split_batches
+        self.dataloader_config = loader_configuration(dataloader_config, plugins)
         code, self._handlers = settings_from_code(
             handlers=kwargs_handlers or (),
             keywords=plugins,
@@ -115,9 +117,6 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
         self.state = state.AcceleratorState()
         self.gradient_state = state.GradientState()
         self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
-        if split_batches is not None:
-            self.dataloader_config = attrs.evolve(self.dataloader_config, split_batches=split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._scheduler_counts = scheduler_counts
         self._autocast_handler: Any = self._handlers.get(AutocastKwargs)

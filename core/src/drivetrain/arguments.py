@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
+
+import attrs
 
 from drivetrain import registry
 from drivetrain.accumulation import GradientAccumulationPlugin
+from drivetrain.data.configuration import DataLoaderConfiguration
 from drivetrain.handlers import TorchDynamoPlugin
 from drivetrain.plugin import KwargsHandler
 
-__all__ = ["settings_from_code"]
+__all__ = ["loader_configuration", "settings_from_code"]
+
+_MOVED = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+"""Fields of ``DataLoaderConfiguration`` that older scripts pass to the Accelerator itself."""
 
 _COMPILING = ("dynamo_backend", "dynamo_plugin")
 """Keywords that core claims itself: the name of a compiler, or all of its settings."""
+
+
+def loader_configuration(
+    given: DataLoaderConfiguration | None, keywords: MutableMapping[str, Any]
+) -> DataLoaderConfiguration:
+    """How loaders are sharded: as configured, but for what was passed to the Accelerator itself, which is taken out.
+
+    Args:
+        given: ``dataloader_config``.
+        keywords: Of the Accelerator; those that have moved are removed. None in them leaves the choice to ``given``.
+
+    Raises:
+        TypeError: ``given`` is something else, or a value is of the wrong type.
+    """
+    if given is not None and not isinstance(given, DataLoaderConfiguration):
+        raise TypeError(f"dataloader_config takes a DataLoaderConfiguration; got {type(given).__name__}")
+    moved = {name: keywords.pop(name) for name in _MOVED if name in keywords}
+    wanted = {name: value for name, value in moved.items() if value is not None}
+    return attrs.evolve(given or DataLoaderConfiguration(), **wanted) if wanted else given or DataLoaderConfiguration()
 
 
 def settings_from_code(
@@ -28,7 +53,7 @@ def settings_from_code(
     """The settings, by key (``section.key`` for those of plugins), and the handlers by class.
 
     Raises:
-        TypeError: A handler is none, or no installed plugin claims a keyword.
+        TypeError: A handler or ``gradient_accumulation_plugin`` is none, or no installed plugin claims a keyword.
         ValueError: Two handlers of a class, or accumulation steps given twice with different values.
     """
     code = {key: value for key, value in plain.items() if value is not None}
@@ -85,6 +110,8 @@ def _take(code: dict[str, Any], handler: KwargsHandler) -> None:
 
 
 def _steps(steps: int | None, plugin: GradientAccumulationPlugin | None) -> int | None:
+    if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
+        raise TypeError(f"gradient_accumulation_plugin takes a GradientAccumulationPlugin; got {type(plugin).__name__}")
     from_plugin = None if plugin is None else plugin.num_steps
     if steps is not None and from_plugin is not None and steps != from_plugin:
         raise ValueError(

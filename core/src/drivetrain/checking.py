@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from drivetrain import registry
 from drivetrain.config.problems import listed
 from drivetrain.config.resolved import Resolved
 from drivetrain.discovery import Entry
-from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
+from drivetrain.errors import ConfigError, DrivetrainError, PluginError, PluginNotFoundError
 
-__all__ = ["NAMING", "named", "problems_of", "sections_in_force", "telling_all"]
+__all__ = ["NAMING", "check_sections", "idle_settings", "named", "problems_of", "sections_in_force", "telling_all"]
 
 NAMING = ("backend", "device", "mixed_precision")
 """Settings whose value is the name of a plugin."""
@@ -47,6 +47,45 @@ def problems_of(resolved: Resolved) -> list[str]:
             with _noting(problems):
                 problems += resolved.problems(entry.name, registry.load(entry).Config)
     return problems
+
+
+def check_sections(resolved: Resolved) -> None:
+    """Refuse sections with mistakes in them, also those of plugins that are not chosen: one file serves several.
+
+    A plugin that can't be loaded is left out: who did not choose it is not concerned.
+
+    Raises:
+        ConfigError: It lists them all.
+    """
+    problems: list[str] = []
+    for name in resolved.sections():
+        for entry in _providers(name):
+            with contextlib.suppress(PluginError):
+                problems += resolved.problems(entry.name, registry.load(entry).Config)
+    if problems:
+        raise listed(problems)
+
+
+def idle_settings(resolved: Resolved, chosen: Collection[str | None]) -> list[str]:
+    """A note for each setting on the command line that belongs to a plugin which takes no part.
+
+    Args:
+        resolved: The settings.
+        chosen: Names of the plugins that do, and of families one member of which does.
+    """
+    names = [name for name in resolved.sections() if _providers(name) and not _takes_part(name, chosen)]
+    return [
+        f"{row.key} ({row.origin}) has no effect: {row.key.partition('.')[0]} takes no part in this run"
+        for row in resolved.rows()
+        if row.key.partition(".")[0] in names and row.origin.source == "command line"
+    ]
+
+
+def _takes_part(name: str, chosen: Collection[str | None]) -> bool:
+    if name in chosen:
+        return True
+    precision = registry.load_all("precision")[0].get(name)
+    return precision is not None and precision.family is not None and precision.family in chosen
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ __all__ = [
     "gather_object",
     "pad_across_processes",
     "reduce",
+    "wait_for_everyone",
 ]
 
 
@@ -126,6 +127,7 @@ def _is_plain_list(data: Any) -> bool:
 
 def gather_object(run: Run, data: Any, rows: Rows | None = None) -> list[Any]:
     """Lists of picklable objects of all ranks, joined in rank order; other objects: the list of all ranks' ones."""
+    check(run, "gather_object", None)
     parts = run.hooks.all_gather_object(run=run, value=data, group=None)
     if not isinstance(data, (list, tuple)):
         return list(parts)
@@ -172,6 +174,7 @@ def broadcast(run: Run, data: Any, from_process: int = 0) -> Any:
 def broadcast_object_list(run: Run, objects: list[Any], from_process: int = 0) -> list[Any]:
     """Replace, in place, every item by the source rank's; returns the list."""
     _check_source(run, from_process)
+    check(run, f"broadcast_object_list from {from_process}", None)
     objects[:] = run.hooks.broadcast_object(run=run, value=objects, source=from_process, group=None)
     return objects
 
@@ -179,6 +182,16 @@ def broadcast_object_list(run: Run, objects: list[Any], from_process: int = 0) -
 def _check_source(run: Run, source: int) -> None:
     if not 0 <= source < run.world.size:
         raise DrivetrainError(f"there is no process {source} to broadcast from; the run has {run.world.size}")
+
+
+def wait_for_everyone(run: Run) -> None:
+    """Return when every process has called this.
+
+    Raises:
+        CollectiveMismatchError: Another process is in another collective.
+    """
+    check(run, "wait_for_everyone", None)
+    run.hooks.barrier(run=run, group=None)
 
 
 def pad_across_processes(run: Run, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

@@ -71,8 +71,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 def wait_for_everyone() -> None:
     """Return when every process has called this."""
-    run = _run()
-    run.hooks.barrier(run=run, group=None)
+    collectives.wait_for_everyone(_run())
 
 
 def is_bf16_available() -> bool:

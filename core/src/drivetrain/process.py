@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain import collectives
+
 if TYPE_CHECKING:
     from drivetrain.distributed_type import DistributedType
     from drivetrain.state import AcceleratorState
@@ -134,6 +136,7 @@ class ProcessMixin:
 
     def check_trigger(self) -> bool:
         """Whether any process has raised the flag since the last time. Lowers it. Every process must call this."""
+        collectives.check(self.run, "check_trigger", None)
         mine = torch.tensor([self._triggered], dtype=torch.int64, device=self.run.world.device)
         raised = self.run.hooks.all_reduce(run=self.run, tensor=mine, op="max", group=None)
         self._triggered = False

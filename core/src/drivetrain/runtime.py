@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from drivetrain import registry
 from drivetrain.binding import Hooks, Origin
+from drivetrain.config.schema import world_keys
 from drivetrain.discovery import CORE
 from drivetrain.errors import ConfigError, DrivetrainError, PluginError
+from drivetrain.launch.environment import RESOLVED
 from drivetrain.plugin import Capabilities, Policy
 from drivetrain.world import Run, Topology, World
 
@@ -221,7 +224,9 @@ def _announce(runtime: Runtime) -> None:
         return
     for note in runtime.notes:
         logger.warning("%s", note)
-    overridden = runtime.resolved.describe()
+    # Another launcher's world is its own, whatever settings say of one.
+    foreign = run.topology.launcher is not None and RESOLVED not in os.environ
+    overridden = runtime.resolved.describe(leave_out=world_keys() if foreign else ())
     logger.info(
         "backend=%s device=%s (%s) mixed_precision=%s processes=%d%s",
         run.names["backend"],

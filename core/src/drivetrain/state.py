@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from drivetrain import collectives
+from drivetrain.conflicts import check_right, check_same
 from drivetrain.distributed_type import DistributedType
-from drivetrain.errors import DrivetrainError, StateConflictError
+from drivetrain.errors import DrivetrainError
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
@@ -49,12 +50,14 @@ def ensure(code: Mapping[str, Any] | None = None, config_file: Any = None) -> Ru
     Raises:
         ConfigError: A setting is wrong; one line for each.
         PluginNotFoundError: A plugin that is named is not there, also where a run with another one is there already.
-        StateConflictError: The process runs already, with another value for one of ``code``.
+        StateConflictError: The process runs already, with another value for one of ``code``, or without that file.
     """
     global _runtime
-    code = {key: value for key, value in (code or {}).items() if key not in _OWN}
+    asked = dict(code or {})
+    code = {key: value for key, value in asked.items() if key not in _OWN}
     if _runtime is not None:
-        _check_same(_runtime, code)
+        check_right({key: value for key, value in asked.items() if key in _OWN})
+        check_same(_runtime, code, config_file)
         return _runtime
     from drivetrain.checking import telling_all
     from drivetrain.config import resolve
@@ -67,32 +70,6 @@ def ensure(code: Mapping[str, Any] | None = None, config_file: Any = None) -> Ru
         _runtime = start(resolved)
     atexit.register(_close_at_exit)
     return _runtime
-
-
-def _check_same(runtime: Runtime, code: Mapping[str, Any]) -> None:
-    for key, wanted in code.items():
-        if wanted == {}:  # an empty section asks for nothing
-            continue
-        have = runtime.resolved.value(key)
-        chosen = runtime.run.names.get({"mixed_precision": "precision"}.get(key, key))
-        if wanted not in (have, chosen):
-            _check_right(code)
-            raise StateConflictError(
-                f"this process already runs with {key}={have!r} ({runtime.resolved.origin(key)}), "
-                f"so it can't have {key}={wanted!r} now; create the first Accelerator or state with it"
-            )
-
-
-def _check_right(code: Mapping[str, Any]) -> None:
-    """Raise for what is wrong in itself, such as the name of no plugin: the mistake to mend before any conflict."""
-    from drivetrain.checking import NAMING, named, telling_all
-    from drivetrain.config import Origin, Resolved
-    from drivetrain.config.layers import from_arguments
-
-    asked = Resolved(layers=(from_arguments(code, Origin("code")),))
-    with telling_all(asked):
-        for key in NAMING:
-            named(asked, key)
 
 
 def reset(error: BaseException | None = None) -> None:
@@ -202,8 +179,7 @@ class PartialState:
         Raises:
             CollectiveMismatchError: Another process is in another collective.
         """
-        collectives.check(self._run, "wait_for_everyone", None)
-        self._run.hooks.barrier(run=self._run, group=None)
+        collectives.wait_for_everyone(self._run)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine."""
@@ -257,13 +233,25 @@ class PartialState:
         return _only(function, lambda: self.is_last_process)
 
     def on_process(self, function: _F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on one process only."""
+        """Decorator: run the function on one process only; where there is no such process, on none.
+
+        Raises:
+            TypeError: No process is named.
+        """
+        if process_index is None:
+            raise TypeError("on_process needs to know which process: on_process(process_index=0)")
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return _only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: _F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run the function on one process of each machine only."""
+        """Decorator: run the function on one process of each machine only; where there is no such process, on none.
+
+        Raises:
+            TypeError: No process is named.
+        """
+        if local_process_index is None:
+            raise TypeError("on_local_process needs to know which process: on_local_process(local_process_index=0)")
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return _only(function, lambda: self.local_process_index == local_process_index)
@@ -302,19 +290,22 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """Where gradient accumulation and the loaders stand, of the Accelerator that was created or used last."""
+    """Where gradient accumulation and the loaders stand.
+
+    Of the Accelerator whose loader is being iterated; of the one created last where there is none.
+    """
 
     @property
     def _accelerator(self) -> Accelerator:
-        found = _accelerators[-1]() if _accelerators else None
-        if found is None:
+        living = [found for reference in reversed(_accelerators) if (found := reference()) is not None]
+        if not living:
             raise DrivetrainError("there is no Accelerator whose gradients could be looked at; create one first")
-        return found
+        return next((one for one in living if not one.gate.idle), living[0])
 
     @property
     def initialized(self) -> bool:
         """Whether there is an Accelerator to look at."""
-        return bool(_accelerators) and _accelerators[-1]() is not None
+        return any(reference() is not None for reference in _accelerators)
 
     @property
     def sync_gradients(self) -> bool:

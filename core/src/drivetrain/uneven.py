@@ -21,14 +21,15 @@ __all__ = ["join_uneven_inputs"]
 
 @contextlib.contextmanager
 def join_uneven_inputs(
-    accelerator: Accelerator, joinables: Sequence[nn.Module], even_batches: bool | None
+    accelerator: Accelerator, joinables: nn.Module | Sequence[nn.Module], even_batches: bool | None
 ) -> Iterator[None]:
     """See ``Accelerator.join_uneven_inputs``."""
     even = accelerator.even_batches if even_batches is None else even_batches
-    models = list(joinables)
+    models = [joinables] if isinstance(joinables, nn.Module) else list(joinables)
     strangers = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
     if strangers:
         raise TypeError(f"join_uneven_inputs takes prepared models; got {', '.join(strangers)}")
+    accelerator.known.check_returned(models)
     with contextlib.ExitStack() as loaders:
         if even_batches is not None:
             for loader in accelerator.known.loaders:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import attrs
@@ -150,13 +150,18 @@ class Resolved:
         """Values that were given and did not count, the one of highest precedence first for each key."""
         return list(_overrides(self._table, ()))
 
-    def describe(self) -> str:
+    def describe(self, leave_out: Collection[str] = ()) -> str:
         """What was overridden, for the log: ``mixed_precision=bf16 (command line; config.yaml:3 said no)``.
 
         Empty if nothing was.
+
+        Args:
+            leave_out: Keys not to speak of.
         """
         said: dict[str, str] = {}
         for row in self.overridden():
+            if row.key in leave_out:
+                continue
             said.setdefault(row.key, f"{row.key}={row.value} ({row.origin}")
             said[row.key] += f"; {row.shadowed_origin} said {row.shadowed}"
         return ", ".join(f"{text})" for text in said.values())

@@ -29,14 +29,13 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool) -> Any:
         apply_padding: Repeat the last element of ``inputs`` where a part is shorter than the longest.
 
     Raises:
+        TypeError: There is no length, or nothing that could be sliced.
         ValueError: Values of a mapping differ in length; the lengths are named.
     """
+    _check(inputs)
     if size == 1:
         return inputs
     if isinstance(inputs, Mapping):
-        lengths = {key: len(value) for key, value in inputs.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"all values of a mapping to split must have one length; these have {lengths}")
         return {key: split(value, rank, size, apply_padding) for key, value in inputs.items()}
     length = len(inputs)
     start, stop = bounds(length, rank, size)
@@ -51,4 +50,18 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool) -> Any:
         return np.concatenate([part, np.repeat(last, missing, axis=0)])
     if hasattr(inputs, "select"):  # a table-like dataset, whose slices are dicts of columns
         return inputs.select([*range(start, stop), *[length - 1] * missing])
+    if isinstance(inputs, range):  # can't be joined
+        return [*part, *[*last] * missing]
     return part + last * missing
+
+
+def _check(inputs: Any) -> None:
+    """Refuse in a world of any size what could not be split in one of several processes."""
+    for one in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
+        scalar = isinstance(one, (torch.Tensor, np.ndarray)) and one.ndim == 0
+        if scalar or not (hasattr(one, "__len__") and hasattr(one, "__getitem__")):
+            what = "a 0-d tensor or array" if scalar else f"an object of type {type(one).__name__}"
+            raise TypeError(f"a list, tensor, array or mapping of these can be split between processes; got {what}")
+    lengths = {key: len(value) for key, value in inputs.items()} if isinstance(inputs, Mapping) else {}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"all values of a mapping to split must have one length; these have {lengths}")

@@ -28,7 +28,7 @@ class LoadersMixin:
         return skip_first_batches(dataloader, num_batches)
 
     def join_uneven_inputs(
-        self, joinables: Sequence[nn.Module], even_batches: bool | None = None
+        self, joinables: nn.Module | Sequence[nn.Module], even_batches: bool | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Context for a training loop in which ranks may run out of batches at different times.
 
@@ -36,12 +36,14 @@ class LoadersMixin:
         stand in the loop. All ranks leave the context with the same weights, optimizers and schedulers.
 
         Args:
-            joinables: The prepared models that are trained in the loop.
+            joinables: The prepared models that are trained in the loop, or the one.
             even_batches: Overrides ``even_batches`` of all prepared loaders while the context lasts; None leaves it. If
                 it is on, every rank has as many batches as the others, and there is nothing to join.
 
         Raises:
-            DrivetrainError: The backend can't do that, or gradients are accumulated.
+            DrivetrainError: The backend can't do that, gradients are accumulated, or a model is the one given to
+                ``prepare``, not the one it returned.
+            TypeError: Something is no model.
         """
         from drivetrain.uneven import join_uneven_inputs
 

@@ -50,7 +50,7 @@ def start(plan: LaunchPlan) -> int:
     _check_port(plan)
     with run_folder(plan.resolved_config) as folder, SignalGate() as gate:
         mark = plan.resolved_config or str(folder / "resolved.yaml")
-        processes = Processes(folder=folder, mark=mark, interval=plan.monitor_interval, gate=gate)
+        processes = Processes(folder=folder, mark=mark, gate=gate)
         try:
             logs = _run(plan, mark, processes)
         except Stopped as stopped:

@@ -43,8 +43,6 @@ class Processes:
     """The run's own folder, where ranks leave reports."""
     mark: str
     """Value of ``DRIVETRAIN_RESOLVED``, which tells this run's processes from all others."""
-    interval: float
-    """Seconds between two looks, at most."""
     gate: SignalGate
     attempt: int = 0
     ranks: Mapping[int, subprocess.Popen[Any]] = attrs.field(factory=dict)
@@ -53,18 +51,21 @@ class Processes:
     """Ranks that still ran when the launcher stopped them."""
     ended: tuple[int, ...] = ()
     """Ranks that had ended well by the time the first one failed."""
+    _looked: float = attrs.field(init=False, factory=time.time)
+    """When the ranks were looked at last; on a busy machine that is longer ago than the monitor's interval."""
 
     def begin(self, attempt: int, ranks: Mapping[int, subprocess.Popen[Any]]) -> None:
         """Watch the processes of a new attempt, by rank."""
         self.attempt, self.ranks, self.first = attempt, ranks, None
         self.stopped = self.ended = ()
+        self._looked = time.time()
 
     def check(self) -> None:
         """Look at all ranks. If one has failed, keep how the first one did, and stop the others."""
         if self.first is not None:
             return
         self._end_lingering()
-        earliest = time.time() - self.interval
+        earliest, self._looked = self._looked, time.time()
         dead = [
             Death(rank=rank, pid=process.pid, code=code, time=earliest)
             for rank, process in self.ranks.items()

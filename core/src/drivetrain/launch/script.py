@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from drivetrain.checking import telling_all
+from drivetrain.checking import check_sections, idle_settings, telling_all
 from drivetrain.errors import LaunchError
 from drivetrain.launch.elastic import run_folder
 from drivetrain.launch.faults import Fault, load_fault
@@ -34,7 +34,10 @@ def ready(
     plan = plan_launch(resolved, script, script_args, module=module, no_python=no_python, quiet=quiet)
     check_target(plan)
     with telling_all(resolved):
-        return prepare(resolved, plan)
+        prepared = prepare(resolved, plan)
+    check_sections(resolved)
+    chosen = (prepared.plan.backend, prepared.plan.device, prepared.plan.precision)
+    return attrs.evolve(prepared, notes=(*prepared.notes, *idle_settings(resolved, chosen)))
 
 
 def run(prepared: Prepared, resolved: Resolved) -> tuple[int, Fault | None]:

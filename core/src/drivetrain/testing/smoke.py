@@ -199,9 +199,9 @@ def _train_by_hand(model: nn.Module, groups: list[tuple[Tensor, Tensor]]) -> Non
 
 
 def _against_one_process(trained: _Trained) -> str:
+    found = trained.weights()  # on every rank: each may hold a part
     if trained.accelerator.process_index != 0:
         return ""
-    found = trained.weights()
     _expect(sorted(found), sorted(trained.reference), "the names of the weights")
     change = _distance(trained.reference, trained.start)
     deviation = _distance(found, trained.reference) / max(change, 1e-12)
