@@ -38,7 +38,7 @@ class Turn:
     contender: Times
 
     def added(self, clock: str) -> float:
-        """Seconds the contender took longer, on the clock ``"wall"`` or ``"cpu"``."""
+        """Seconds the contender took longer, on the clock ``"wall"``, ``"cpu"`` or ``"thread"``."""
         return float(getattr(self.contender, clock) - getattr(self.reference, clock))
 
     def relative(self, clock: str) -> float:

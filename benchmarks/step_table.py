@@ -11,7 +11,7 @@ from measuring import Summary, table
 
 __all__ = ["measure_steps", "print_steps"]
 
-_CLOCKS = ("cpu", "wall")
+_CLOCKS = ("thread", "cpu", "wall")
 
 
 def measure_steps(
@@ -39,26 +39,28 @@ def _row(measured: Measured, steps: int) -> dict[str, Any]:
 
 def print_steps(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """A table of one case: medians with quartiles, and as how many times drivetrain's addition, for a micro-batch."""
-    own = next((row["cpu"]["added"]["median"] for row in rows if row["contender"] == "drivetrain"), None)
+    own = next((row["thread"]["added"]["median"] for row in rows if row["contender"] == "drivetrain"), None)
     headers = [
         "us a step",
         "torch loop, CPU",
-        "added, CPU",
+        "added, loop's thread",
         "times",
+        "added, CPU",
         "added, wall",
         "step / torch's, wall",
         "added calls",
     ]
     cells = []
     for row in rows:
-        cpu, wall = row["cpu"], row["wall"]
-        ratio = f"{cpu['added']['median'] / own:.1f}" if own and own > 0 and row["contender"] != "torch" else ""
+        thread, cpu, wall = row["thread"], row["cpu"], row["wall"]
+        ratio = f"{thread['added']['median'] / own:.1f}" if own and own > 0 and row["contender"] != "torch" else ""
         cells.append(
             [
                 row["contender"],
                 f"{cpu['reference']['median'] * 1e6:.0f}",
-                Summary(**cpu["added"]).text(1e6),
+                Summary(**thread["added"]).text(1e6),
                 ratio,
+                Summary(**cpu["added"]).text(1e6),
                 Summary(**wall["added"]).text(1e6),
                 Summary(**wall["relative"]).text(digits=2),
                 f"{row['added_calls']:.0f}",

@@ -57,6 +57,7 @@ def test_every_benchmark_explains_itself(script):
     assert f"benchmarks/{script}.py" in run(script, "--help")
 
 
+@pytest.mark.slow
 def test_step_overhead_compares_with_the_hand_written_loop():
     printed = run(
         "step_overhead",
