@@ -201,6 +201,13 @@ def test_engine_requirement_of_the_class_is_checked(site):
         registry.load(registry.find("backend", "alpha"))
 
 
+def test_a_plugin_without_its_engine_can_still_be_described(site):
+    site.install_backend("alpha", "requires = ('no-such-engine-xyz>=2.9',)")
+    assert registry.describe(registry.find("backend", "alpha")).requires == ("no-such-engine-xyz>=2.9",)
+    assert "alpha" in registry.describe_all("backend")
+    assert "alpha" not in registry.load_all("backend")[0]
+
+
 def test_device_may_ask_more_of_the_engine_of_a_backend(site):
     site.install("some-engine", version="0.14")
     site.install_backend("driver", "requires = ('some_engine>=0.10',)")

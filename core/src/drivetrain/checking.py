@@ -61,7 +61,7 @@ def check_sections(resolved: Resolved) -> None:
     for name in resolved.sections():
         for entry in _providers(name):
             with contextlib.suppress(PluginError):
-                problems += resolved.problems(entry.name, registry.load(entry).Config)
+                problems += resolved.problems(entry.name, registry.describe(entry).Config)
     if problems:
         raise listed(problems)
 
@@ -84,7 +84,7 @@ def idle_settings(resolved: Resolved, chosen: Collection[str | None]) -> list[st
 def _takes_part(name: str, chosen: Collection[str | None]) -> bool:
     if name in chosen:
         return True
-    precision = registry.load_all("precision")[0].get(name)
+    precision = registry.describe_all("precision").get(name)
     return precision is not None and precision.family is not None and precision.family in chosen
 
 

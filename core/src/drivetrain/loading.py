@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,7 +14,19 @@ from drivetrain.errors import ConfigError, EngineError, PluginError, add_note
 from drivetrain.plugin import API, Backend, Device, KwargsHandler, Plugin, Precision
 from drivetrain.requirements import unmet
 
-__all__ = ["at_fault", "by_name", "create", "forget", "import_object", "load", "load_all", "refused", "stated"]
+__all__ = [
+    "at_fault",
+    "by_name",
+    "create",
+    "describe",
+    "describe_all",
+    "forget",
+    "import_object",
+    "load",
+    "load_all",
+    "refused",
+    "stated",
+]
 
 T = TypeVar("T")
 
@@ -21,13 +34,16 @@ _BASES: Mapping[str, type] = {"backend": Backend, "device": Device, "precision":
 
 _fitting: set[str] = set()
 """Distributions whose requirements were found to be met."""
+_described: dict[Entry, type[Any]] = {}
 _checked: dict[Entry, type[Any]] = {}
+"""Those whose engines fit, too."""
 
 
 def forget() -> None:
     """Load everything anew when it is next asked for."""
     _fitting.clear()
     _checked.clear()
+    _described.clear()
 
 
 def load(entry: Entry) -> type[Any]:
@@ -41,13 +57,26 @@ def load(entry: Entry) -> type[Any]:
         PluginError: Any other failed. An exception of the import is chained as the cause.
     """
     if entry not in _checked:
+        found = describe(entry)
+        if issubclass(found, Plugin):
+            _check_engine(entry, found)
+        _checked[entry] = found
+    return _checked[entry]
+
+
+def describe(entry: Entry) -> type[Any]:
+    """The class of a plugin whose engine may be missing: for its settings, and all else that is said without one.
+
+    Raises:
+        PluginError: As of ``load``, but for the engine.
+    """
+    if entry not in _described:
         found = import_object(entry)
         _check_class(entry, found)
         if issubclass(found, Plugin):
             _check_api(entry, found)
-            _check_engine(entry, found)
-        _checked[entry] = found
-    return _checked[entry]
+        _described[entry] = found
+    return _described[entry]
 
 
 def import_object(entry: Entry) -> Any:
@@ -139,6 +168,15 @@ def _check_engine(entry: Entry, found: type[Plugin]) -> None:
     if missing:
         cure = f"pip install {' '.join(map(repr, requires))}"
         raise EngineError(str(refused(entry, f"its engine doesn't fit: it {'; it '.join(missing)}; {cure}")))
+
+
+def describe_all(role: str) -> dict[str, type[Any]]:
+    """Every plugin of a role that can be described, by name; names as of ``load_all``."""
+    described: dict[str, type[Any]] = {}
+    for name, entry in by_name(role).items():
+        with contextlib.suppress(PluginError):
+            described[name] = describe(entry)
+    return described
 
 
 def load_all(role: str) -> tuple[dict[str, type[Any]], dict[str, PluginError]]:

@@ -14,7 +14,19 @@ from drivetrain import discovery
 from drivetrain.discovery import CORE, GROUPS, TRACKERS, Entry, entries, exports, extras, keywords
 from drivetrain.elsewhere import instead_of
 from drivetrain.errors import PluginError, PluginNotFoundError
-from drivetrain.loading import at_fault, by_name, create, forget, import_object, load, load_all, refused, stated
+from drivetrain.loading import (
+    at_fault,
+    by_name,
+    create,
+    describe,
+    describe_all,
+    forget,
+    import_object,
+    load,
+    load_all,
+    refused,
+    stated,
+)
 from drivetrain.plugin import Capabilities, Precision
 from drivetrain.requirements import plugin_extras, unmet
 
@@ -27,6 +39,8 @@ __all__ = [
     "choose_default_backend",
     "choose_device",
     "create",
+    "describe",
+    "describe_all",
     "entries",
     "exported",
     "exports",

@@ -263,13 +263,12 @@ def _backends(value: Value, file: Value) -> list[str]:
     """Installed backends that a ``distributed_type`` stands for: by their tables, else by what they report."""
     from drivetrain import registry
 
-    loaded, _ = registry.load_all("backend")
     meant = [
         name
-        for name, found in loaded.items()
+        for name, found in registry.describe_all("backend").items()
         if found.migration is not None and _TYPE in found.migration.where and _holds(found.migration, file)
     ]
-    without = {name: found for name, found in loaded.items() if found.migration is None}
+    without = {name: found for name, found in registry.load_all("backend")[0].items() if found.migration is None}
     return meant or [
         name
         for name in without
@@ -281,8 +280,9 @@ def _backends(value: Value, file: Value) -> list[str]:
 def _tables_of_plugins() -> list[Migration]:
     from drivetrain import registry
 
-    loaded = [found for role in registry.GROUPS for found in registry.load_all(role)[0].values()]
-    return [found.migration for found in loaded if found.migration is not None]
+    # Without their engines: a file may be translated on another machine than the one it is for.
+    described = [found for role in registry.GROUPS for found in registry.describe_all(role).values()]
+    return [found.migration for found in described if found.migration is not None]
 
 
 def _section(key: str, value: Value, file: Value, tables: tuple[Migration, ...]) -> Iterator[Line]:
