@@ -18,8 +18,9 @@ XLA_NEEDS := absl-py attrs cattrs click filelock fsspec hypothesis jinja2 Markup
 # Ranks share the cores; more threads than cores make every test slower.
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
+FAST := $(PYTEST) -m 'not slow and not nightly and not gpu' -x -q
 
-.PHONY: help demo setup test test-fast test-slow test-xla test-gpu lint docs format wheels bench clean
+.PHONY: help demo setup test test-fast fast-core fast-members test-slow test-xla test-gpu lint docs format wheels bench clean
 
 help:  ## Show what can be done
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,14 +47,20 @@ demo: setup  ## Set up, then train on real data with two processes
 	$(BIN)/drivetrain launch --config_file examples/digits/ddp.yaml examples/digits/train.py
 
 test: setup lint $(VENV)/.deepspeed-ops  ## Everything CI runs
-	$(PYTEST)
+	$(PYTEST) -m 'not nightly'
 	$(MAKE) test-xla
 
-test-fast: setup $(VENV)/.deepspeed-ops  ## Under three minutes: no slow tests
-	$(PYTEST) -m 'not slow and not gpu' -x -q
+test-fast: setup $(VENV)/.deepspeed-ops  ## Under three minutes: no slow tests, two halves side by side
+	$(MAKE) -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) fast-core fast-members
 
-test-slow: setup $(VENV)/.deepspeed-ops  ## Only what is too long for test-fast
-	$(PYTEST) -m slow
+fast-core:
+	$(FAST) core/tests
+
+fast-members:
+	$(FAST) $(wildcard backends*/tests) tests benchmarks/tests
+
+test-slow: setup $(VENV)/.deepspeed-ops  ## What is too long for test-fast, and what is too long for CI
+	$(PYTEST) -m 'slow or nightly'
 
 test-gpu: setup  ## On a machine with a GPU (its torch must see it: make test-gpu TORCH=torch)
 	$(PYTEST) -m gpu -rs tests/test_gpu.py

@@ -130,6 +130,7 @@ def test_the_wheel_is_the_one_that_was_frozen_and_is_of_the_source_beside_it() -
         assert wheel.read("drivetrain_frozen/__init__.py").decode() == SOURCE.read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_trains_on_two_processes_as_one_does_on_the_whole_batch(folder: Path) -> None:
     settings = ["--backend", "frozen", "--device", "frozen-cpu", "--mixed_precision", "frozen"]

@@ -262,7 +262,7 @@ def test_the_backend_notices_ranks_that_drift_apart(workers: OnePool) -> None:
     assert all("ranks [1] hold other weights than rank 0" in said for said in pool.run(drifts, size=2, config=config))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", GROUPS)
 def test_each_passes_the_whole_kit(site: Path, sources: Mapping[str, Path], role: str) -> None:

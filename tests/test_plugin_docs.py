@@ -165,6 +165,7 @@ def test_the_device_of_the_guide_keeps_the_rules(installed: Path) -> None:
     assert [check.name for check in device.checks()] == ["driver"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_backend_and_the_precision_of_the_guide_train(installed: Path) -> None:
     checks = [

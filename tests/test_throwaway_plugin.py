@@ -116,6 +116,7 @@ def launch(workdir: Path, site: Path | None, yaml: str) -> subprocess.CompletedP
     return run(command, workdir, **path)
 
 
+@pytest.mark.slow
 def test_it_is_chosen_by_the_yaml_and_trains(workdir: Path, site: Path) -> None:
     done = launch(workdir, site, "backend: throwaway\nthrowaway: {loudness: 3}\nnum_processes: 1\ndevice: cpu\n")
     assert done.returncode == 0, done.stderr

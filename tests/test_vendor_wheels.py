@@ -172,7 +172,10 @@ def test_doctor_finds_its_chips(environment: Environment) -> None:
     assert any("chips" in row and "2 visible" in row for row in rows[:5]), rows
 
 
-@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("single", marks=pytest.mark.nightly), pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"],
+)
 def test_it_conforms_under_every_backend(environment: Environment, backend: str) -> None:
     # Four chips: checkpoints are also loaded by more processes than wrote them.
     command = ("drivetrain", "conform", "--device", "acme", "--backend", backend)

@@ -27,6 +27,13 @@ def ranks() -> Iterator[WorkerPool]:
         yield pool
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the engine out of the developer's loop: it trains in a few seconds, but takes many to come up."""
+    for item in items:
+        if HERE in item.path.parents and "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the ranks after the last test of this folder.
 

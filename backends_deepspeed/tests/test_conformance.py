@@ -29,8 +29,11 @@ def suite(stage: int, precision: str, *groups: str) -> Suite:
 
 # Launching is the same at every stage, and the tests of all backends examine it at the one that is the default.
 OF_A_STAGE = ("world", "numerics", "wiring", "state", "precision")
-SUITES = [suite(stage, "no", *OF_A_STAGE) for stage in (0, 1, 3)] + [
-    suite(stage, "bf16", "world", "numerics") for stage in (1, 3)
+SUITES = [
+    suite(3, "no", *OF_A_STAGE),
+    suite(3, "bf16", "world", "numerics"),
+    *(pytest.param(suite(stage, "no", *OF_A_STAGE), marks=pytest.mark.nightly) for stage in (0, 1)),
+    pytest.param(suite(1, "bf16", "world", "numerics"), marks=pytest.mark.nightly),
 ]
 
 

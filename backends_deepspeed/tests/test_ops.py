@@ -67,6 +67,7 @@ def test_the_doctor_names_an_engine_that_is_missing(monkeypatch: pytest.MonkeyPa
     assert 'pip install "drivetrain[deepspeed]"' in row.fix
 
 
+@pytest.mark.slow
 def test_a_build_that_is_killed_does_not_block_the_next(folder: Path) -> None:
     holding = (
         "import sys, time, pathlib; from torch.utils.file_baton import FileBaton; p = pathlib.Path(sys.argv[1]); "

@@ -16,9 +16,14 @@ PRECISION = "fp8-torchao"
 # Gathering in 8 bits is for backends that let parameters say how they are gathered. This one replicates them.
 REFUSED = Suite(backend="ddp", device="cpu", settings={PRECISION: {"float8_all_gather": True}}, groups=("precision",))
 
-SUITES = [
-    *(Suite(backend=name, device="cpu", precision=PRECISION) for name in ("single", "ddp", "fsdp")),
+# The backend that lets parameters say how they are gathered has the most that can go wrong.
+OTHERS = (
+    *(Suite(backend=name, device="cpu", precision=PRECISION) for name in ("single", "ddp")),
     Suite(backend="fsdp1", device="cpu", precision=PRECISION, groups=("world", "numerics")),
+)
+SUITES = [
+    Suite(backend="fsdp", device="cpu", precision=PRECISION),
+    *(pytest.param(suite, marks=pytest.mark.nightly) for suite in OTHERS),
     REFUSED,
 ]
 

@@ -226,6 +226,7 @@ def drivetrain(folder: Path, site: Any, *arguments: str) -> subprocess.Completed
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_commands_that_name_none_of_them_are_not_disturbed(infested: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ def test_the_command_ends_with_0_and_a_table_if_all_is_well() -> None:
     result = invoke("--backend", "single", "-k", "the API version")
     assert result.exit_code == 0, result.output
     assert "backend single: passed 1, skipped 0 (not claimed), known 0, failed 0" in result.output
+
+
+def test_the_command_says_what_took_long() -> None:
+    result = invoke("--backend", "single", "-k", "the API version", "--durations", "3")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^ +\d+\.\d s  static: the API version is a literal in the class body$", result.output, re.M)
 
 
 def test_the_command_ends_with_1_and_the_reason_if_a_check_fails(workers: Any) -> None:
@@ -79,6 +86,7 @@ def drivetrain_plugin():
 """
 
 
+@pytest.mark.slow
 def test_one_fixture_and_one_import_make_a_test_of_each_check(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", "-k", "static or launch"]

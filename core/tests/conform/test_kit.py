@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,27 @@ def test_the_table_counts_by_group_and_in_all() -> None:
     report.outcomes.append(outcome("cost", "failed"))
     assert report.failed
     assert "FAILED: cost: a failed check [1 process]\n    why" in report.details()
+
+
+def test_the_checks_that_took_longest_come_first_and_all_are_added_up() -> None:
+    def outcome(name: str, seconds: float) -> Outcome:
+        return Outcome(ConformanceCheck(name, "data", lambda subject: None), 2, "passed", "why", seconds=seconds)
+
+    report = Report("backend x", [outcome("quick", 0.25), outcome("slow", 12.0), outcome("between", 1.0)])
+    assert report.durations(2).splitlines() == [
+        "   12.0 s  data: slow [2 processes]",
+        "    1.0 s  data: between [2 processes]",
+        "   13.2 s  in all",
+    ]
+
+
+def test_the_first_check_of_a_world_has_brought_it_up(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Conformance._look
+    monkeypatch.setattr(Conformance, "_look", lambda self, size: time.sleep(0.5) or begun(self, size))
+    checks = matching("the run comes up") + matching("ranks, sizes and data shards")
+    first, second = conform(Suite(backend="Right", sizes=(1,)), checks, workers=workers).outcomes
+    assert first.seconds >= 0.5
+    assert second.seconds > 0
 
 
 def test_a_violation_is_no_error_of_the_kit() -> None:

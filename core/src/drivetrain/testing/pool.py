@@ -1,7 +1,8 @@
 """Real processes for tests of several ranks, started once and used for many tests.
 
-Starting a Python process with torch takes seconds, a test milliseconds. A pool starts its workers once; each task gets
-them as a fresh world: environment variables of a launcher, an unused port to meet at, a configuration of its own.
+Starting a Python process with torch takes seconds, a test milliseconds. A pool starts its workers once, where it can by
+forking a process that has torch already; each task gets them as a fresh world: environment variables of a launcher, an
+unused port to meet at, a configuration of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import attrs
 
-from drivetrain.testing.process import WorkerProcess
+from drivetrain.testing.fork_server import ForkServer, fork_server
+from drivetrain.testing.process import WorkerProcess, worker_environment
 
 __all__ = ["RemoteError", "WorkerError", "WorkerPool"]
 
@@ -81,9 +83,9 @@ class WorkerPool:
         if size < 1:
             raise ValueError(f"a pool needs at least one worker, got {size}")
         self.size = size
-        self._environment = dict(environment or {})
+        self._environment = worker_environment(environment or {})
         self._start_timeout = timeout
-        self._workers: list[WorkerProcess] = []
+        self._workers: dict[int, WorkerProcess] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="drivetrain-pool-")
         self._closed = False
 
@@ -124,16 +126,26 @@ class WorkerPool:
             worker.send(_task(function, args, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, timeout))
         return self._collect(workers, timeout)
 
+    def warm_up(self, size: int) -> list[ForkServer | None]:
+        """Start what forks that many workers, and don't wait for it: their first task has less to wait for then.
+
+        There are two of it: neighbours hash text differently then, as launched ranks do, and so order sets differently.
+        """
+        return [fork_server(self._environment, number) for number in range(min(2, size))]
+
     def _ready(self, size: int) -> list[WorkerProcess]:
         """The first workers, living; those that are missing are started side by side."""
-        while len(self._workers) < size:
-            rank = len(self._workers)
+        missing = [rank for rank in range(size) if rank not in self._workers]
+        servers = self.warm_up(size) if missing else []
+        for rank in missing:
             log = Path(self._directory.name) / f"worker-{rank}-{time.monotonic_ns()}.log"
-            self._workers.append(WorkerProcess(log, self._environment))
+            server = servers[rank % len(servers)]
+            self._workers[rank] = WorkerProcess(log, self._environment, server)
+        workers = [self._workers[rank] for rank in range(size)]
         deadline = time.monotonic() + self._start_timeout
-        for worker in self._workers[:size]:
+        for worker in workers:
             worker.wait_until_ready(deadline)
-        return self._workers[:size]
+        return workers
 
     def _world(self, size: int) -> dict[str, str]:
         return {
@@ -184,12 +196,12 @@ class WorkerPool:
 
     def _end(self, worker: WorkerProcess) -> None:
         worker.kill()
-        self._workers.remove(worker)
+        self._workers = {rank: other for rank, other in self._workers.items() if other is not worker}
 
     def close(self) -> None:
         """End all workers. The pool can't be used afterwards."""
         self._closed = True
-        for worker in list(self._workers):
+        for worker in list(self._workers.values()):
             self._end(worker)
         self._directory.cleanup()
 

@@ -13,15 +13,16 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from drivetrain.testing.fork_server import Forked, ForkServer
 from drivetrain.testing.messages import receive, send
 
 __all__ = ["WorkerProcess", "worker_environment"]
 
 # A worker must not take this process for its launcher, nor read its settings.
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NOT_INHERITED_PREFIXES = ("DRIVETRAIN_", "TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_", "MV2_")
+_NOT_INHERITED_PREFIXES = ("DRIVETRAIN_", "TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_", "MV2_", "PYTEST_CURRENT_")
 
 _OUTPUT_TAIL = 20_000
 
@@ -31,22 +32,18 @@ class WorkerProcess:
 
     Args:
         log: File for what it prints.
-        environment: Environment variables on top of this process's own.
+        environment: All of its environment variables.
+        server: What forks it, if it can; None: a new process.
     """
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, log: Path, environment: Mapping[str, str], server: ForkServer | None = None) -> None:
         self._log = log
         self._answers: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._process: Forked | subprocess.Popen[bytes]
         self._ready = False
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "drivetrain.testing.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env=worker_environment(environment),
-                start_new_session=os.name == "posix",  # so that it can be ended with its children
-            )
+            forked = None if server is None else server.fork(output)
+            self._process = forked or _new_process(environment, output)
         threading.Thread(target=self._read, name=f"answers of {self._process.pid}", daemon=True).start()
 
     @property
@@ -110,12 +107,23 @@ class WorkerProcess:
         if os.name == "posix":
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        else:
+        elif isinstance(self._process, subprocess.Popen):
             self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+
+def _new_process(environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "drivetrain.testing.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=output,
+        env=dict(environment),
+        start_new_session=os.name == "posix",  # so that it can be ended with its children
+    )
 
 
 def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -41,6 +41,7 @@ class _Sessions:
         if self.current is None or self.current.suite != suite:
             self.end()
             self.current = Conformance(suite, self.workers)
+            self.current.warm_up()
             self.reports.append(self.current.report)
         return self.current
 

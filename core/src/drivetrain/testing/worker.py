@@ -25,6 +25,9 @@ from typing import Any, BinaryIO
 from drivetrain.testing.messages import receive, send
 
 _SEED = 0
+_SOCKETS = (Path("/proc/net/tcp6"), Path("/proc/net/tcp"))
+_HEAD_START = 5.0
+"""Seconds after which torch is left to wait for rank 0 in its own way."""
 
 
 def main() -> None:
@@ -36,11 +39,37 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    _meet_soon()
     tasks: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(parent, tasks), daemon=True).start()
     send(answers, pickle.dumps(("ready", None)))
     while True:
         _serve(tasks.get(), answers)
+
+
+def _meet_soon() -> None:
+    """Have ranks look for the store of rank 0 all the time until it is there.
+
+    torch itself looks a second time after half a second, which is longer than most tasks take.
+    """
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function of that name hides it
+    create = getattr(rendezvous, "_create_c10d_store", None)
+    if create is None or not _SOCKETS[0].exists():
+        return  # another torch, or not Linux: some tasks take longer
+
+    def create_when_it_listens(host: str, port: int, rank: int, *rest: Any, **options: Any) -> Any:
+        deadline = time.monotonic() + _HEAD_START
+        while rank != 0 and not _listens(port) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return create(host, port, rank, *rest, **options)
+
+    rendezvous._create_c10d_store = create_when_it_listens
+
+
+def _listens(port: int) -> bool:
+    """Whether a socket of this machine listens at a port. Trying to connect would tell too, but disturb the store."""
+    sockets = (line.split() for table in _SOCKETS if table.exists() for line in table.read_text().splitlines())
+    return any(fields[3] == "0A" and fields[1].endswith(f":{port:04X}") for fields in sockets)
 
 
 def _listen(parent: BinaryIO, tasks: queue.Queue[dict[str, Any]]) -> None:

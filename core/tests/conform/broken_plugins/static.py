@@ -119,10 +119,10 @@ class KnowsNoCheck(Right):
 
 @fails("hooks it implements are those of its role", "can't implement this hook")
 class Meddles(Right):
-    """Answers for the device."""
+    """Answers for the precision."""
 
     api = (1, 0)
 
     @hookimpl
-    def rng_state(self) -> dict[str, Any]:
+    def precision_state(self) -> dict[str, Any]:
         return {}

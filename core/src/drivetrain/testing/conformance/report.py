@@ -29,6 +29,7 @@ class Outcome:
     trace: str = ""
     """Where an unexpected exception came from."""
     seconds: float = 0.0
+    """What it took; in the first check of a world also what it took to bring that up."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
@@ -96,6 +97,12 @@ class Report:
             for outcome in self.of("failed")
         ]
         return "\n".join([*skipped, *known, *failed])
+
+    def durations(self, count: int) -> str:
+        """The checks that took longest, a line each, and what all of them took."""
+        slowest = sorted(self.outcomes, key=lambda outcome: outcome.seconds, reverse=True)[:count]
+        lines = [f"{one.seconds:7.1f} s  {attrs.evolve(one, detail='')}" for one in slowest]
+        return "\n".join([*lines, f"{sum(one.seconds for one in self.outcomes):7.1f} s  in all"])
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""

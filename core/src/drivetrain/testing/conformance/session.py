@@ -135,21 +135,25 @@ class Conformance:
         return outcomes
 
     def _run_in(self, check: ConformanceCheck, size: int | None) -> Outcome:
+        begin = time.monotonic()
+        outcome = self._examine(check, size)
+        return attrs.evolve(outcome, seconds=time.monotonic() - begin)
+
+    def _examine(self, check: ConformanceCheck, size: int | None) -> Outcome:
         world = None if size is None else self._world(size)
         if world is not None and world.trouble and check.group == "world":
             return Outcome(check, size, "failed", world.trouble, world.trace)
         if world is not None and (reason := _out_of_reach(check, world)):
             return Outcome(check, size, "skipped", reason)
         subject = self._subject(size, world)
-        begin = time.monotonic()
         try:
             if unclaimed := check.unclaimed(subject):
                 return Outcome(check, size, "skipped", unclaimed)
             check.run(subject)
-            return Outcome(check, size, "passed", seconds=time.monotonic() - begin)
+            return Outcome(check, size, "passed")
         except Exception as error:  # whatever a plugin does is a finding
             detail, trace = _described(error)
-            return Outcome(check, size, "failed", detail, trace, time.monotonic() - begin)
+            return Outcome(check, size, "failed", detail, trace)
         finally:
             shutil.rmtree(subject.folder, ignore_errors=True)
 
@@ -221,6 +225,10 @@ class Conformance:
         except DrivetrainError:
             return {}  # the checks of the world and of the launcher say what is wrong
 
+    def warm_up(self) -> None:
+        """Begin to start the worker processes, which takes seconds, beside checks that need none."""
+        self._pool().warm_up(self.sizes[-1])
+
     def close(self) -> None:
         """End the workers."""
         if self._owns_workers:
@@ -277,7 +285,10 @@ def conform(
         DrivetrainError: As of :class:`Conformance`.
     """
     with contextlib.closing(Conformance(suite, workers)) as session:
-        for check in session.checks() if checks is None else checks:
+        chosen = session.checks() if checks is None else tuple(checks)
+        if any(check.where != "no world" for check in chosen):
+            session.warm_up()
+        for check in chosen:
             outcomes = session.run(check)
             if progress is not None:
                 progress(check, outcomes)
