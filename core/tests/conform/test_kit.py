@@ -43,6 +43,14 @@ def test_a_precision_that_refuses_passes_if_it_says_why(examine: Examine) -> Non
     assert examine(WHOLE_BATCH, precision="Picky").detail.endswith("it wants a device from the future")
 
 
+def test_of_checks_that_were_picked_one_says_why_the_world_did_not_come_up(workers: Workers) -> None:
+    suite = Suite(backend="Fussy", sizes=(2,), settings={"Fussy": {"sizes": [3]}})
+    report = conform(suite, matching("accumula"), workers=workers)
+    (failed,) = report.of("failed")
+    assert "2 processes are none of" in failed.detail
+    assert len(report.of("skipped")) > 1
+
+
 def test_a_number_of_processes_that_the_settings_rule_out_is_none_to_load_with(workers: Workers) -> None:
     (check,) = matching("another number of processes can load")
 

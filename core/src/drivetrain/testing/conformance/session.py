@@ -64,6 +64,8 @@ class _World:
     trouble: str = ""
     """Why it did not come up."""
     trace: str = ""
+    told: bool = False
+    """Whether a check has failed for that reason. Others are skipped, but of those that were picked one must say it."""
     refusal: str = ""
     """Why the suite's precision can't work with its backend and device, by its own word."""
 
@@ -141,7 +143,8 @@ class Conformance:
 
     def _examine(self, check: ConformanceCheck, size: int | None) -> Outcome:
         world = None if size is None else self._world(size)
-        if world is not None and world.trouble and check.group == "world":
+        if world is not None and world.trouble and (check.group == "world" or not world.told):
+            world.told = True
             return Outcome(check, size, "failed", world.trouble, world.trace)
         if world is not None and (reason := _out_of_reach(check, world)):
             return Outcome(check, size, "skipped", reason)
