@@ -258,6 +258,19 @@ def test_a_bare_backward_passes_where_it_computes_the_same() -> None:
     assert model.w.item() == 0.0
 
 
+@pytest.mark.parametrize(("steps", "told"), [(1, 0), (2, 1)])
+def test_an_optimizer_that_was_not_prepared_is_missed_once_where_it_matters(
+    caplog: pytest.LogCaptureFixture, steps: int, told: int
+) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    logging.getLogger("drivetrain").propagate = True
+    with caplog.at_level("WARNING", logger="drivetrain"):
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(1)))
+    assert len([1 for record in caplog.records if "no optimizer was prepared" in record.getMessage()]) == told
+
+
 def test_a_loader_whose_batches_were_all_dropped_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     from drivetrain import preparation
 

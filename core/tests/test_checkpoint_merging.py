@@ -106,6 +106,20 @@ def test_what_is_not_there_or_not_whole_is_named(saved: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_changed_on_the_disk_are_refused(tmp_path: Path) -> None:
+    accelerator = simple()
+    accelerator.prepare(torch.nn.Linear(8, 8))
+    accelerator.save_state(tmp_path / "state")
+    (file,) = (tmp_path / "state").rglob("model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    file.write_bytes(content)
+    done = merge(tmp_path / "state", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "model.safetensors is damaged" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_checkpoint_without_models_has_no_weights(tmp_path: Path) -> None:
     simple().save_state(tmp_path / "state")
     done = merge(tmp_path / "state", tmp_path / "out")

@@ -132,7 +132,7 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
         self._set_up_project(project_dir, project_config)
         self._set_up_tracking(log_with, self.logging_dir)
         self.scaler = self._make_scaler()
-        self.gradients = Gradients(self.run, self.gate, self.known.wrapped_models, self.scaler)
+        self.gradients = Gradients(self.run, self.gate, self.known.wrapped_models, self.known.optimizers, self.scaler)
         state.adopt(self)
 
     def _choose_steps(self, in_code: int | None, resolved: Resolved) -> int:

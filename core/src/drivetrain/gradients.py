@@ -30,16 +30,25 @@ class Gradients:
     group, when no optimizer can still need the old scale.
     """
 
-    def __init__(self, run: Run, gate: Accumulation, models: Sequence[nn.Module], scaler: Any) -> None:
+    def __init__(
+        self,
+        run: Run,
+        gate: Accumulation,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[AcceleratedOptimizer],
+        scaler: Any,
+    ) -> None:
         self.run = run
         self.gate = gate
         self.models = models
+        self.optimizers = optimizers
         self.scaler = scaler
         self.backwards = 0
         """Calls of ``backward`` so far."""
         self._scale_used_at: int | None = None
         self._warned_unfed = run.world.data_size == 1
         self._mentioned_short_group = run.world.rank != 0
+        self._warned_unprepared = run.world.rank != 0
         bind = run.hooks.bind
         self._backward = bind("backward")
         self._takes_options = run.hooks.takes("backward", "options")
@@ -57,6 +66,8 @@ class Gradients:
         self.backwards += 1
         if not self._warned_unfed and self.gate.idle:
             self._warn_unfed()
+        if not self._warned_unprepared and not self.optimizers:
+            self._warn_unprepared()
         size = self.gate.frame.size
         if size != 1:
             loss = loss / size
@@ -96,6 +107,21 @@ class Gradients:
             self.run.world.rank,
             self.run.world.size,
         )
+
+    def _warn_unprepared(self) -> None:
+        """Say once that nothing known here will be stepped: what else is can neither be seen nor corrected."""
+        world = self.run.world
+        if world.size == 1 and (not self.models or (self.scaler is None and self.gate.steps == 1)):
+            return  # as without the library: any optimizer will do
+        self._warned_unprepared = True
+        if self.models:
+            what = (
+                "no optimizer was prepared: one that steps all the same knows nothing of accumulation and loss "
+                "scaling, and may hold parameters that are no longer the model's, so that nothing is trained"
+            )
+        else:
+            what = f"no model was prepared: gradients are not averaged over the {world.size} ranks, which drift apart"
+        logger.warning("%s. Pass both to accelerator.prepare, and use what it returns", what)
 
     def _check_backward(self, optimizer: AcceleratedOptimizer) -> None:
         """Refuse gradients of a bare ``loss.backward()`` where they have another size than the Accelerator's."""

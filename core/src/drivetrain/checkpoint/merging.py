@@ -62,7 +62,7 @@ def merge_weights(
         raise CheckpointError(f"{directory} has no weights: {why}")
     names = [name for name in manifest.files if name.startswith("models/")]
     manifest.check_sizes(directory, names)
-    manifest.check_contents(directory, [name for name in names if name.endswith(".json")])
+    manifest.check_contents(directory, names)
     found: list[Merged] = []
     for index, thing in enumerate(manifest.models):
         files: list[Path] = []
