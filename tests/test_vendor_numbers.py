@@ -6,6 +6,7 @@ The device is the plugin template's, on real processes. docs/vendors.md says whi
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ def measure() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     from drivetrain import Accelerator
     from drivetrain.memory import clear_device_cache
 
+    gc.collect()  # what tests before this one have left in the process
     run = Accelerator().run
     before = run.hooks.memory(run=run)
     tensor = torch.empty(2**20, device=run.world.device)

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO
 
 import attrs
 import psutil
@@ -192,16 +192,21 @@ def _can_fork() -> bool:
         return os.waitpid(child, 0)[1] == 0
     spoilt = True
     try:
-        spoilt = any(asks() for asks in _devices())
+        spoilt = _is_spoilt()
     finally:
         os._exit(spoilt)
 
 
-def _devices() -> list[Any]:
-    """What torch asks the module of each device after a fork."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("torch.")]
-    found = [getattr(module, "__dict__", {}).get("_is_in_bad_fork") for module in modules]
-    return [asks for asks in found if asks is not None]
+def _is_spoilt() -> bool:
+    """Whether the runtime of this machine's accelerator refuses to work here, by its own word after a fork."""
+    import torch
+
+    from drivetrain import device_module
+
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else device_module.module_of(accelerator)
+    asks = getattr(module, "_is_in_bad_fork", None)
+    return asks is not None and bool(asks())
 
 
 def _serve(channel: socket.socket) -> bool:
