@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain import Accelerator
-from drivetrain.checking import telling_all
+from drivetrain.checking import problems_of, telling_all
 from drivetrain.config import Resolved, resolve
 from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
 from drivetrain.launch import launch_script
@@ -95,3 +95,15 @@ def test_settings_of_other_plugins_in_a_file_are_nobodys_business(tmp_path: Path
     file.write_text("num_processes: 1\nfp16: {init_scale: 2}\n")
     script.write_text("")
     assert ready(resolve(file, environment={}), str(script)).notes == ()
+
+
+def test_the_section_of_a_plugin_without_its_engine_is_checked_as_any(site: Any, tmp_path: Path) -> None:
+    site.install_backend(
+        "alpha", "import attrs\nrequires = ('no-such-engine-xyz>=1',)\n@attrs.frozen\nclass Config: x: int = 0"
+    )
+    file = tmp_path / "c.yaml"
+    file.write_text("alpha: {x: 1}\n")
+    assert problems_of(resolve(file, environment={})) == []
+    file.write_text("alpha: {y: 1}\n")
+    (problem,) = problems_of(resolve(file, environment={}))
+    assert "alpha.y: unknown key" in problem

@@ -94,7 +94,8 @@ def _close(keyword: str) -> str:
 
     from drivetrain.accelerator import Accelerator
 
-    known = [name for name in inspect.signature(Accelerator.__init__).parameters if name not in ("self", "keywords")]
+    signature = inspect.signature(Accelerator)
+    known = [name for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD]
     close = difflib.get_close_matches(keyword, [*known, *registry.keywords(), *_COMPILING], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -10,7 +10,7 @@ from drivetrain import registry
 from drivetrain.config.problems import listed
 from drivetrain.config.resolved import Resolved
 from drivetrain.discovery import Entry
-from drivetrain.errors import ConfigError, DrivetrainError, PluginError, PluginNotFoundError
+from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
 
 __all__ = ["NAMING", "check_sections", "idle_settings", "named", "problems_of", "sections_in_force", "telling_all"]
 
@@ -42,11 +42,8 @@ def problems_of(resolved: Resolved) -> list[str]:
     for key in NAMING:
         with _noting(problems):
             named(resolved, key)
-    for name in resolved.sections():
-        for entry in _providers(name):
-            with _noting(problems):
-                problems += resolved.problems(entry.name, registry.load(entry).Config)
-    return problems
+    found = _problems_in_sections(resolved, broken=problems)
+    return problems + found
 
 
 def check_sections(resolved: Resolved) -> None:
@@ -57,13 +54,18 @@ def check_sections(resolved: Resolved) -> None:
     Raises:
         ConfigError: It lists them all.
     """
+    if problems := _problems_in_sections(resolved, broken=[]):
+        raise listed(problems)
+
+
+def _problems_in_sections(resolved: Resolved, broken: list[str]) -> list[str]:
+    """A message for each problem; plugins that can't say what their sections are go to ``broken``."""
     problems: list[str] = []
     for name in resolved.sections():
         for entry in _providers(name):
-            with contextlib.suppress(PluginError):
+            with _noting(broken):
                 problems += resolved.problems(entry.name, registry.describe(entry).Config)
-    if problems:
-        raise listed(problems)
+    return problems
 
 
 def idle_settings(resolved: Resolved, chosen: Collection[str | None]) -> list[str]:
@@ -137,7 +139,7 @@ def sections_in_force(resolved: Resolved) -> dict[str, Any]:
     for entry in entries:
         if entry is not None and entry.name not in made:
             with _noting(problems):
-                made[entry.name] = _made(resolved, entry.name, registry.load(entry).Config)
+                made[entry.name] = _made(resolved, entry.name, registry.describe(entry).Config)
     return made
 
 
