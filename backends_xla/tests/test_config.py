@@ -27,6 +27,7 @@ def read(section: dict[str, Any]) -> XlaConfig:
         ({"spmd": True, "partition": {"a": ["modle"]}}, "'modle' is no axis of the mesh"),
         ({"spmd": True, "mesh": {"fsdp": 0}}, "mesh.fsdp"),
         ({"spmd": True, "mesh": {"fspd": 2}}, "fspd"),
+        ({"spmd": True, "fsdp_blocks": ["B"]}, "fsdp_blocks: no effect without an axis fsdp in mesh"),
         ({"cpu_devices": 4}, "cpu_devices: no effect without runtime: CPU"),
     ],
 )

@@ -14,6 +14,8 @@ from backends_xla.tests.recipes import by_hand, close, net, settings, train
 
 Runner = Callable[..., Any]
 
+pytestmark = pytest.mark.timeout(240)  # more than any process here is given
+
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (4, {}),
     "fsdp": (4, {"mesh": {"fsdp": 4}}),

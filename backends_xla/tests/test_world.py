@@ -18,6 +18,8 @@ from drivetrain_xla.pairing import mismatch
 
 Runner = Callable[..., Any]
 
+pytestmark = pytest.mark.timeout(240)  # more than any process here is given
+
 LIMIT = 220
 """Seconds for a process that imports the engine and compiles."""
 
@@ -136,8 +138,10 @@ def _held() -> dict[str, list[int]]:
     model = net()
     optimizer, _ = parts(model)
     model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(model(torch.ones(4, WIDTH, device=accelerator.device)).sum())
-    optimizer.step()
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(4, WIDTH, device=accelerator.device)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
     weight = model.first.weight
     kept = optimizer.state[weight]["exp_avg"]
     torch_xla.sync(wait=True)
@@ -152,6 +156,19 @@ def test_each_device_holds_its_part_of_parameters_and_optimizer_state(on_a_mesh:
     found = on_a_mesh(_held, config=settings(spmd=True, mesh={"fsdp": 4}))
     assert found == {"weight": [whole // 4] * 4, "exp_avg": [whole // 4] * 4}
     assert on_a_mesh(_held, config=settings(spmd=True, mesh={"fsdp": 2}))["weight"] == [whole // 2] * 4
+
+
+def _two_models() -> int:
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(4, 4), net())
+    return 1
+
+
+def test_a_partition_may_be_about_one_of_several_models(on_a_mesh: Runner) -> None:
+    section = {"mesh": {"model": 2}, "partition": {"first.weight": ["model", None]}}
+    assert on_a_mesh(_two_models, config=settings(spmd=True, **section)) == 1
 
 
 def _counted(steps: int) -> int:
@@ -285,7 +302,6 @@ def test_two_worlds_of_one_are_refused(tmp_path: Path) -> None:
 
 
 @needs_engine
-@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("options", [[], ["--set", "xla.spmd=true", "--set", "xla.cpu_devices=4"]])
 def test_the_unchanged_script_is_launched_on_one_device_and_on_a_mesh(tmp_path: Path, options: list[str]) -> None:
     script = Path(__file__).parents[2] / "examples" / "digits" / "train.py"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from drivetrain.bundle import Bundle
     from drivetrain.config import RunConfig
     from drivetrain.launch import LaunchPlan
     from drivetrain.world import Run, Topology, World
@@ -161,7 +162,16 @@ class Xla(Backend):
             from drivetrain_xla import replicas
 
             replicas.equalize(model)
-        return model if self._sharding is None else self._sharding.shard(model)
+        if self._sharding is None:
+            return model
+        self._graphs.cut()  # marks are for values, not for operations that have not run
+        return self._sharding.shard(model)
+
+    @hookimpl
+    def after_prepare(self, run: Run, bundle: Bundle) -> None:
+        """Refuses names in the section that fit nothing."""
+        if self._sharding is not None and self._sharding.has_models:
+            self._sharding.check_used(bundle.models)
 
     # -------------------------------------------------------------------------------------------------------------- hot
 
@@ -273,7 +283,7 @@ class Xla(Backend):
         """Loads it, and cuts again what is cut."""
         optimizer.load_state_dict(dict(state))
         if self._sharding is not None:
-            self._sharding.cut_state(optimizer)
+            self._sharding.cut_state(optimizer, anew=True)
         self._graphs.cut()
 
     @hookimpl

@@ -103,6 +103,8 @@ class XlaConfig:
             idle = [name for name, value in given.items() if value]
             if idle:
                 raise ValueError(f"{', '.join(idle)}: no effect without spmd: true")
+        if self.fsdp_blocks and self.mesh.fsdp == 1:
+            raise ValueError("fsdp_blocks: no effect without an axis fsdp in mesh")
         if self.cpu_devices is not None and self.runtime != "CPU":
             raise ValueError("cpu_devices: no effect without runtime: CPU")
 

@@ -35,7 +35,7 @@ class Graphs:
         self._updates = 0
         self._known = self.compiled
         self._late = 0
-        self._warned = False
+        self._warned = limit == 0
         self._shapes: dict[tuple[tuple[int, ...], ...], int] = {}
 
     @property
@@ -60,7 +60,9 @@ class Graphs:
         torch_xla.sync()
 
     def saw(self, batch: Any) -> None:
-        """Note the shapes of a batch."""
+        """Note the shapes of a batch, for the warning that may have to speak of them."""
+        if self._warned:
+            return
         key = tuple(tuple(leaf.shape) for leaf in leaves(batch) if isinstance(leaf, Tensor))
         self._shapes[key] = self._shapes.get(key, 0) + 1
 
@@ -68,7 +70,7 @@ class Graphs:
         """Note an update; warn once where new graphs don't stop."""
         self._updates += 1
         known, self._known = self._known, self.compiled
-        if self._warned or self._limit == 0 or self._updates <= WARM_UP:
+        if self._warned or self._updates <= WARM_UP:
             return
         self._late += self._known - known
         if self._late >= self._limit:

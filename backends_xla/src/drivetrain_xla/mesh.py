@@ -78,29 +78,24 @@ class Partitions:
     def __init__(self, patterns: Mapping[str, Sequence[str | None]], sizes: Mapping[str, int]) -> None:
         self._patterns = {re.compile(pattern): tuple(axes) for pattern, axes in patterns.items()}
         self._sizes = sizes
+        self.unmatched = set(patterns)
+        """Patterns that have matched no parameter of any model yet."""
 
     def of(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Spec]]:
         """Name, parameter and cut of those parameters that are cut.
 
         Raises:
-            ConfigError: A pattern gives another number of axes than the parameter has dimensions, or matches nothing.
+            ConfigError: A pattern gives another number of axes than the parameter has dimensions.
         """
-        idle = set(self._patterns)
         for name, parameter in model.named_parameters():
             found = next((pattern for pattern in self._patterns if pattern.fullmatch(name)), None)
-            idle.discard(found)  # None is none of them
             spec = self._by_pattern(name, parameter, found) if found else (None,) * parameter.ndim
             spec = self._with_fsdp(parameter, spec)
             if any(axis is not None for axis in spec):
                 yield name, parameter, spec
-        if idle:
-            raise ConfigError(
-                f"xla.partition: {', '.join(repr(pattern.pattern) for pattern in sorted(idle, key=str))} matches no "
-                f"parameter of {type(model).__name__}; names are matched as a whole, such as "
-                f"{next((name for name, _ in model.named_parameters()), 'none')!r}"
-            )
 
     def _by_pattern(self, name: str, parameter: Tensor, pattern: re.Pattern[str]) -> Spec:
+        self.unmatched.discard(pattern.pattern)
         axes = self._patterns[pattern]
         if len(axes) != parameter.ndim:
             raise ConfigError(

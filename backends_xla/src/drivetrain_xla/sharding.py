@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,10 +36,15 @@ class Sharding:
         self.mesh = mesh
         self.shards = sizes["data"] * sizes["fsdp"]
         """Parts into which the samples are divided."""
+        self.has_models = False
+        """Whether any was cut; those for evaluation alone never are."""
         self._fsdp = sizes["fsdp"] > 1
         self._blocks = tuple(config.fsdp_blocks)
+        self._blocks_missed = set(self._blocks)
         self._partitions = Partitions(config.partition, sizes)
         self._specs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._kept: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """For how many parameters an optimizer kept something when that was cut last."""
 
     def mark_samples(self, placed: Any, batch: Any = None) -> None:
         """Cut the first dimension of every tensor; one without dimensions is the same everywhere.
@@ -61,8 +67,9 @@ class Sharding:
         (autocast, output dtype) from the model, and change the names of parameters; marks and hooks do neither.
 
         Raises:
-            ConfigError: ``partition`` does not fit the model, or it has no block of a name in ``fsdp_blocks``.
+            ConfigError: A pattern of ``partition`` does not fit the parameter that it matches.
         """
+        self.has_models = True
         for _, parameter, spec in self._partitions.of(model):
             mark(parameter, self.mesh, spec)
             self._specs[parameter] = spec
@@ -77,16 +84,31 @@ class Sharding:
 
     def _blocks_of(self, model: nn.Module) -> Iterator[nn.Module]:
         names = self._blocks or tuple(getattr(model, "_no_split_modules", None) or ())
-        missing = set(names)
         for module in model.modules():
             if type(module).__name__ in names and module is not model:
-                missing.discard(type(module).__name__)
+                self._blocks_missed.discard(type(module).__name__)
                 yield module
-        if missing and self._blocks:
-            there = sorted({type(module).__name__ for module in model.modules()})
+
+    def check_used(self, models: Sequence[nn.Module]) -> None:
+        """Refuse names that fit nothing in any model prepared so far.
+
+        Args:
+            models: Those of the last ``prepare``, for the text.
+
+        Raises:
+            ConfigError: A pattern of ``partition`` matches no parameter, or a name in ``fsdp_blocks`` no module.
+        """
+        kinds = ", ".join(type(model).__name__ for model in models)
+        if self._partitions.unmatched:
+            example = next((name for model in models for name, _ in model.named_parameters()), "none")
             raise ConfigError(
-                f"xla.fsdp_blocks: {type(model).__name__} has no {', '.join(sorted(missing))}; it has "
-                f"{', '.join(there)}"
+                f"xla.partition: {', '.join(map(repr, sorted(self._partitions.unmatched)))} matches no parameter of "
+                f"{kinds}; names are matched as a whole, such as {example!r}"
+            )
+        if self._blocks_missed:
+            there = sorted({type(module).__name__ for model in models for module in model.modules()})
+            raise ConfigError(
+                f"xla.fsdp_blocks: {kinds} has no {', '.join(sorted(self._blocks_missed))}; it has {', '.join(there)}"
             )
 
     def _mark_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -99,8 +121,16 @@ class Sharding:
             if spec is not None and not is_cut(parameter):
                 mark(parameter, self.mesh, spec)
 
-    def cut_state(self, optimizer: Optimizer) -> None:
-        """Cut what an optimizer keeps for a parameter as the parameter itself is."""
+    def cut_state(self, optimizer: Optimizer, *, anew: bool = False) -> None:
+        """Cut what an optimizer keeps for a parameter as the parameter itself is.
+
+        Args:
+            optimizer: After a step, or a load.
+            anew: Look at all of it. Else it is left where nothing was added, since updates in place keep marks.
+        """
+        if not anew and self._kept.get(optimizer) == len(optimizer.state):
+            return
+        self._kept[optimizer] = len(optimizer.state)
         for parameter, kept in optimizer.state.items():
             spec = self._specs.get(parameter)
             if spec is None:
