@@ -5,10 +5,8 @@ Everything that needs ranks runs on two real ones, in tasks that take millisecon
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, GradientAccumulationPlugin
+from drivetrain.testing.logs import log_lines
 
 
 class OneWeight(nn.Module):
@@ -30,23 +29,6 @@ class OneWeight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.w * x).mean()
-
-
-@contextlib.contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What the library logs in the context."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("drivetrain")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def weight(accelerator: Any, model: nn.Module) -> Tensor:

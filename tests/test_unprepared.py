@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from drivetrain.testing.logs import log_lines
+
 
 def forgotten(model_too: bool) -> list[str]:
     from drivetrain import Accelerator
 
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain").addHandler(handler)
     accelerator = Accelerator()
     model = torch.nn.Linear(2, 1)
     if not model_too:
         model = accelerator.prepare(model)
-    for _ in range(2):
-        accelerator.backward(model(torch.ones(1, 2, device=accelerator.device)).sum())
-    logging.getLogger("drivetrain").removeHandler(handler)
+    with log_lines() as told:
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(1, 2, device=accelerator.device)).sum())
     return [text for text in told if "Pass both to accelerator.prepare" in text]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from backends_fsdp.tests.recipes import BOTH, Net, batch, close, full, joined, settings
+from drivetrain.testing.logs import log_lines
 
 Backward = Callable[[Tensor], Any]
 
@@ -115,25 +116,18 @@ class Penalised(nn.Module):
 
 
 def warnings_of_steps(through_method: bool) -> list[str]:
-    import logging
-
     from drivetrain import Accelerator
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("drivetrain.fsdp")
-    logger.addHandler(handler)
     accelerator = Accelerator()
     model = Penalised()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(2):
-        x = torch.tensor(accelerator.process_index + 1.0)
-        loss = model.penalty(x).full_tensor() if through_method else model(x).sum()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    logger.removeHandler(handler)
+    with log_lines() as said:
+        for _ in range(2):
+            x = torch.tensor(accelerator.process_index + 1.0)
+            loss = model.penalty(x).full_tensor() if through_method else model(x).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
     return [text for text in said if "outside of the model's forward" in text]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from backends_xla.tests.recipes import BATCH, SAMPLES, WIDTH, data, net, parts, settings
+from drivetrain.testing.logs import log_lines
 from drivetrain.testing.pool import WorkerError
 from drivetrain_xla.pairing import mismatch
 
@@ -204,25 +205,19 @@ class Sentences(torch.utils.data.Dataset):
 
 
 def _ragged() -> list[str]:
-    import logging
-
     from torch.utils.data import DataLoader
 
     from drivetrain import Accelerator
 
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.xla").addHandler(handler)
     accelerator = Accelerator()
     model = torch.nn.Embedding(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Sentences()))
-    for x in loader:
-        accelerator.backward(model(x.long()).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-    logging.getLogger("drivetrain.xla").removeHandler(handler)
+    with log_lines("drivetrain.xla") as told:
+        for x in loader:
+            accelerator.backward(model(x.long()).sum())
+            optimizer.step()
+            optimizer.zero_grad()
     return told
 
 
