@@ -80,6 +80,8 @@ test-xla:  ## backends_xla with its engine, in an environment of its own (SKIP_X
 	@echo 'SKIPPED: test-xla, since SKIP_XLA is set'
 else
 test-xla: $(XLA_VENV)/.installed
+	@# Where the pair does not fit, tests are skipped, as in an environment that is not theirs. Here that is a failure.
+	$(XLA_VENV)/bin/python -c 'from drivetrain_xla.pairing import check_pair; check_pair()'
 	LD_LIBRARY_PATH=$(CURDIR)/$(XLA_VENV)/cuda_stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
 		$(XLA_VENV)/bin/python -m pytest -p no:cacheprovider backends_xla/tests
 endif

@@ -12,6 +12,9 @@ import textwrap
 import psutil
 import pytest
 
+# Each starts several processes with torch. What a launch of one does is in test_launch.py.
+pytestmark = pytest.mark.slow
+
 WORLD = """
 import os
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR")

@@ -201,6 +201,7 @@ def test_it_is_installed_with_its_metadata(site: Path) -> None:
         assert (found.role, found.api) == (role, (1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", GROUPS)
 def test_each_keeps_the_rules_and_trains(workers: OnePool, role: str) -> None:

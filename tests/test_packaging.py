@@ -84,6 +84,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_wheels_hold_the_package_its_types_and_nothing_else(dist: Path) -> None:
     wheels = {path.name.split("-")[0]: zipfile.ZipFile(path).namelist() for path in dist.glob("*.whl")}
     assert len(wheels) == 1 + len(MEMBERS)

@@ -124,6 +124,7 @@ def test_a_backend_that_does_not_train_fails(tmp_path: Path, site: Path) -> None
     assert "rank 0: weights deviate by 1.0e+00 of what training changed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_world_that_breaks_tells_how_far_it_came(tmp_path: Path, site: Path) -> None:
     done = run(tmp_path, "--num_processes", "1", "--backend", "broken", site=site)
     assert done.returncode == 1

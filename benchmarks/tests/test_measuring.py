@@ -52,6 +52,7 @@ def test_table_lines_are_equally_long(measuring):
     assert lines[1].endswith("-:|")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_benchmark_explains_itself(script):
     assert f"benchmarks/{script}.py" in run(script, "--help")
@@ -68,6 +69,7 @@ def test_step_overhead_compares_with_the_hand_written_loop():
     assert "| drivetrain |" in printed
 
 
+@pytest.mark.slow
 def test_a_step_adds_few_function_calls(measuring):
     # Time can't be tested on a shared machine, but what the interpreter has to do can. The peers add 90 and 870.
     from conductor import measure
