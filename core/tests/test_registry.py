@@ -118,6 +118,18 @@ def test_misspelt_name_of_ours_comes_with_the_command_too(site):
         registry.find("backend", "btea")
 
 
+def test_a_name_in_capitals_is_recognised(site):
+    site.install_backend("gamma")
+    with pytest.raises(PluginNotFoundError, match=r"no backend 'GAMMA'; did you mean 'gamma'\?"):
+        registry.find("backend", "GAMMA")
+
+
+def test_what_resembles_a_name_only_a_little_is_no_reason_to_install_something(site):
+    with pytest.raises(PluginNotFoundError) as caught:
+        registry.find("backend", "bat")
+    assert "did you mean" not in str(caught.value)
+
+
 def test_name_unlike_any_lists_what_could_be_installed(site):
     with pytest.raises(PluginNotFoundError, match=r"Installed: none\. To be had by .*: alpha, beta$"):
         registry.find("backend", "zzz")

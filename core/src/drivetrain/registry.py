@@ -150,7 +150,10 @@ def _not_found(role: str, name: str) -> str:
 
 def _closest(role: str, name: str) -> str | None:
     """The name, of what is installed and what can be had, that was probably meant."""
-    return next(iter(difflib.get_close_matches(name, [*entries()[role], *plugin_extras(role)], n=1)), None)
+    word = name.lower()
+    installed = difflib.get_close_matches(word, entries()[role], n=1)
+    # To install something is advice to be surer of.
+    return next(iter(installed or difflib.get_close_matches(word, plugin_extras(role), n=1, cutoff=0.7)), None)
 
 
 def _listing(installed: Mapping[str, tuple[Entry, ...]]) -> str:
