@@ -54,6 +54,7 @@ def start(plan: LaunchPlan) -> int:
         try:
             logs = _run(plan, mark, processes)
         except Stopped as stopped:
+            processes.stop(stopped.signum)  # again: torch may have been about to tell of a rank it started
             return _interrupted(plan, processes, stopped.signum)
         return _outcome(plan, processes, logs)
 
@@ -79,10 +80,11 @@ def _run_child(plan: LaunchPlan, environment: dict[str, str], processes: Process
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(plan.main_process_port or free_port()),
     }
-    # In our own session, so that a debugger in the script has the terminal.
-    child = subprocess.Popen(command(plan), env={**without_other_launchers(os.environ), **alone, **environment})
-    processes.begin(0, {0: child})
     try:
+        with processes.gate.held():
+            # In our own session, so that a debugger in the script has the terminal.
+            child = subprocess.Popen(command(plan), env={**without_other_launchers(os.environ), **alone, **environment})
+            processes.begin(0, {0: child})
         child.wait()
     except BaseException:
         processes.stop(processes.gate.signum)

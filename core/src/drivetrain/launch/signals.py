@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -37,6 +39,7 @@ class SignalGate:
         """The first signal that came."""
         self.hasty = False
         """Whether more came: the user does not want to wait."""
+        self._held = False
         self._saved: dict[int, Any] = {}
 
     def __enter__(self) -> SignalGate:
@@ -58,7 +61,19 @@ class SignalGate:
             self.hasty = True
             return
         self.signum = signum
-        raise Stopped(signum)
+        if not self._held:
+            raise Stopped(signum)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Context at whose end a signal that came in it counts: a process is started, and known to who stops it."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self.signum is not None:
+            raise Stopped(self.signum)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._saved.items():
