@@ -328,3 +328,24 @@ def test_derived_seeds_fit_every_generator_and_differ() -> None:
     seeds = {derive_seed(seed, part, rank) for seed in range(5) for part in ("order", "items") for rank in range(5)}
     assert len(seeds) == 50
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_users_sampler_is_asked_for_one_round_at_a_time() -> None:
+    asked: list[int] = []
+
+    class Curriculum(Sampler):
+        """Decides what comes next by what happened in the steps before."""
+
+        def __iter__(self) -> Iterator[int]:
+            for index in range(12):
+                asked.append(index)
+                yield index
+
+        def __len__(self) -> int:
+            return 12
+
+    batches = iter(prepare(DataLoader(range(12), batch_size=2, sampler=Curriculum()), 0, 2))
+    next(batches)
+    assert asked == [0, 1, 2, 3]
+    next(batches)
+    assert len(asked) == 8

@@ -70,9 +70,9 @@ class Ddp(TorchDistributedBackend):
         """Leave gradients unreduced until the last micro-batch of the group."""
         if last:
             return _NOTHING
-        from drivetrain_ddp import replica
+        from drivetrain_ddp.replica import unsynchronized  # cheaper on every step than a name of the package
 
-        return replica.unsynchronized(models)
+        return unsynchronized(models)
 
     @hookimpl
     def after_step(self, models: Sequence[nn.Module]) -> None:

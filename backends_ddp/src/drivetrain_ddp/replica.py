@@ -148,8 +148,9 @@ def _replicas(models: Sequence[nn.Module]) -> list[Replica]:
 
 def unsynchronized(models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
     """Context in which gradients add up on each rank by themselves. Holds for forward and backward."""
-    replicas = _replicas(models)
-    return replicas[0].no_sync() if len(replicas) == 1 else _all_unsynchronized(replicas)
+    if len(models) == 1 and isinstance(models[0], Replica):  # a short cut, taken on every step
+        return models[0].no_sync()
+    return _all_unsynchronized(_replicas(models))
 
 
 @contextlib.contextmanager

@@ -130,6 +130,12 @@ class Accumulation:
         return self.frame is self._bottom
 
     @property
+    def short(self) -> bool:
+        """Whether the loader's end may have made the current group smaller."""
+        frame = self.frame
+        return (frame.size != self.steps or frame.rescale != 1.0) and frame is not self._bottom
+
+    @property
     def loaders(self) -> list[Any]:
         """Loaders being iterated, the innermost last."""
         return [frame.loader for frame in self._frames[1:]]

@@ -148,7 +148,10 @@ def place(run: Run, batch: Any, non_blocking: bool) -> Any:
     if type(batch) is Tensor:
         return batch.to(device, non_blocking=non_blocking)
     if type(batch) is list:  # what torch's collate function makes of most samples: a short cut, taken on every step
-        return [place(run, item, non_blocking) for item in batch]
+        return [
+            item.to(device, non_blocking=non_blocking) if type(item) is Tensor else place(run, item, non_blocking)
+            for item in batch
+        ]
     if type(batch) is dict:
         return {key: place(run, value, non_blocking) for key, value in batch.items()}
     return send_to_device(batch, device, non_blocking)

@@ -196,7 +196,7 @@ class Gradients:
         """Update the parameters of one optimizer at the end of a group; returns whether it did."""
         if closure is None and not optimizer.finished:
             self._check_backward(optimizer)
-        if not self._mentioned_short_group and self.gate.steps > 1:
+        if not self._mentioned_short_group and self.gate.short:
             self._mention_short_group()
         try:
             if self.scaler is None:
@@ -219,7 +219,7 @@ class Gradients:
     def _mention_short_group(self) -> None:
         frame, steps = self.gate.frame, self.gate.steps
         size = round(frame.size / frame.rescale)
-        if self.gate.idle or size >= steps:
+        if size >= steps:  # steps was changed within the group
             return
         self._mentioned_short_group = True
         logger.info(

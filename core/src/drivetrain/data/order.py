@@ -71,7 +71,8 @@ class Order:
     def __init__(self, root: Any, dataset: Any) -> None:
         self.root = root
         self._chain = samplers(root)
-        self._contained = all(type(sampler) in _CONTAINED for sampler in self._chain)
+        self.contained = all(type(sampler) in _CONTAINED for sampler in self._chain)
+        """Whether nothing outside can tell when the sampler is asked for more."""
         self._told = [part for part in [*self._chain, dataset] if callable(getattr(part, "set_epoch", None))]
         self._set = 0
 
@@ -99,7 +100,7 @@ class Order:
 
     def walk(self, seed: int, epoch: int) -> Iterator[Any]:
         """What the sampler yields in an epoch, lazily."""
-        if self._contained:
+        if self.contained:
             self.set_epoch(epoch)
             return iter(_seeded_copy(self.root, seed, epoch))
         self.begin(seed, epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +42,8 @@ class Rows:
         Where a sample has several rows (the boxes of an image, the choices of a question) they stay or go together.
 
         Args:
-            gathered: Tensor joined along dimension 0 in rank order, or a list of one entry a row. Any other value, such
-                as a loss a rank, comes back as it is.
+            gathered: Tensor or array joined along dimension 0 in rank order, or a list of one entry a row. Any other
+                value, such as a loss a rank, comes back as it is.
             own_rows: Rows of this process's contribution.
 
         Returns:
@@ -51,7 +52,7 @@ class Rows:
         if self.complete or self.own == 0 or own_rows == 0 or own_rows % self.own:
             return gathered
         per_row = own_rows // self.own
-        if isinstance(gathered, Tensor):
+        if isinstance(gathered, (Tensor, np.ndarray)):
             length = gathered.shape[0] if gathered.ndim else -1
         else:
             length = len(gathered) if isinstance(gathered, (list, tuple)) else -1
@@ -63,4 +64,6 @@ class Rows:
             start += size
         if isinstance(gathered, Tensor):
             return torch.cat(kept)
+        if isinstance(gathered, np.ndarray):
+            return np.concatenate(kept)
         return type(gathered)(item for part in kept for item in part)

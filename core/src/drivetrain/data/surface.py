@@ -77,3 +77,8 @@ class LoadersMixin:
     def use_stateful_dataloader(self) -> bool:
         """As given; every prepared loader keeps its position."""
         return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """As given; the order is always a function of seed and epoch."""
+        return self.dataloader_config.use_seedable_sampler
