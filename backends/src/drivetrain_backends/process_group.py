@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,8 +144,42 @@ def leave(run: Run, error: BaseException | None) -> None:
 
 
 def _destroy(run: Run, orderly: bool) -> None:
+    let_threads_rest()
     if orderly or run.world.device.type == "cpu":
         dist.destroy_process_group()
     else:
         # An accelerator's library finishes queued work when destroyed, which a lost peer would make wait for ever.
         dist.distributed_c10d._abort_process_group()
+
+
+def let_threads_rest(at_most: float = 1.0) -> None:
+    """Wait until no other thread of this process is at work, usually about a millisecond.
+
+    A communication library's thread wakes whoever waits for a collective before it lets go of the tensors. If Python
+    has begun to end by then, the thread needs the interpreter's lock to free them, gets ended instead, and takes the
+    process down with SIGABRT ("terminate called without an active exception"). On a busy machine that does happen.
+
+    Args:
+        at_most: Seconds; threads of the user's own may never rest.
+    """
+    if sys.platform != "linux":
+        time.sleep(0.02)
+        return
+    end = time.monotonic() + at_most
+    looks = 0
+    while looks < 2 and time.monotonic() < end:  # twice: it may have been waiting for the lock that this loop holds
+        time.sleep(0.0005)
+        looks = looks + 1 if _others_rest() else 0
+
+
+def _others_rest() -> bool:
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) == threading.get_native_id():
+            continue
+        try:
+            state = (task / "stat").read_bytes().rpartition(b")")[2].split()[0]
+        except OSError:
+            continue  # it has ended
+        if state not in (b"S", b"Z", b"X"):  # sleeping, or gone
+            return False
+    return True
