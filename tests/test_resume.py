@@ -234,6 +234,26 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all(worker_pool: Pool, tmp
     assert not any(tmp_path.iterdir())
 
 
+def error_of_looking_at(directory: str) -> list[str]:
+    from drivetrain.errors import CheckpointError
+
+    trainer = Trainer(1)
+    texts = []
+    for method in (trainer.accelerator.save_state, trainer.accelerator.load_state):
+        with pytest.raises(CheckpointError) as caught:
+            method(directory)
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.slow
+def test_a_place_that_can_not_even_be_looked_at_is_an_error_on_all(worker_pool: Pool, tmp_path: Path) -> None:
+    """The main process alone looks for what earlier saves left."""
+    texts = worker_pool(2).run(error_of_looking_at, str(tmp_path / ("long" * 100) / "c"))
+    assert texts[0] == texts[1]
+    assert all("File name too long" in text for text in texts[0])
+
+
 def test_a_file_that_one_rank_misses_is_an_error_on_all_and_nothing_is_loaded(
     worker_pool: Pool, tmp_path: Path
 ) -> None:

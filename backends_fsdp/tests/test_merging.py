@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,12 @@ def test_pieces_that_do_not_fit_are_refused_by_backends_that_do_not_shard(worker
         with pytest.raises(WorkerError, match=message) as caught:
             worker_pool(ranks).run(load_other, str(tmp_path), config={"backend": backend, "device": "cpu"})
         assert len(caught.value.errors) == ranks
+
+
+@pytest.mark.slow
+def test_a_checkpoint_knows_the_class_of_a_model_by_the_users_name(worker_pool: Any, tmp_path: Path) -> None:
+    worker_pool(2).run(save, str(tmp_path), net, config=settings("fsdp"))
+    manifest = json.loads((tmp_path / "state/manifest.json").read_text())
+    assert [model["kind"] for model in manifest["models"]] == [type(net()).__name__]
+    with pytest.raises(WorkerError, match=rf"do not fit model 0 \({type(net()).__name__}\)"):
+        worker_pool(2).run(load_other, str(tmp_path), config=settings("fsdp"))

@@ -274,7 +274,7 @@ def save_and_change(directory: str, change: str) -> None:
     index = Path(directory, "models/0/sharded.json")
     if change == "shape" and accelerator.is_main_process:
         text = json.loads(index.read_text())
-        text["tensors"]["head.bias"]["shape"] = [4]
+        text["tensors"]["head.bias"]["shape"] = [3, 1]
         index.write_text(json.dumps(text))
         manifest = Path(directory, "manifest.json")
         listing = json.loads(manifest.read_text())

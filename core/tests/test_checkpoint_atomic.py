@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +258,53 @@ def test_a_relative_path_and_one_with_a_tilde_mean_what_they_say(
     assert accelerator.save_state("a/b") == tmp_path / "a/b"
     assert accelerator.save_state("~/c") == tmp_path / "me/c"
     accelerator.load_state("a/b")
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "replacing"])
+def test_of_two_that_save_at_once_one_wins_and_the_other_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    accelerator, model = make()
+    target = tmp_path / "c"
+    if replaces:
+        accelerator.save_state(target)
+    fill(model, 1.0)
+    accelerator.save_state(tmp_path / "others")
+    fill(model, 2.0)
+    real = Path.rename
+
+    def rename(path: Path, place: Path) -> Path:
+        if ".partial-" in path.name:  # the other one is a moment earlier
+            real(tmp_path / "others", target)
+        return real(path, place)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match="another process put a checkpoint in .*c meanwhile, and that one stays"):
+        accelerator.save_state(target)
+    assert check(target) == 1.0
+    monkeypatch.undo()
+    accelerator.save_state(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, model = make()
+    fill(model, 1.0)
+    accelerator.save_state(tmp_path / "c")
+
+    def replace(models: Any, where: str) -> None:
+        fill(model, 2.0)
+        accelerator.save_state(tmp_path / "c")
+
+    handle = accelerator.register_load_state_pre_hook(replace)  # after the files of the first one were looked at
+    with pytest.raises(CheckpointError, match="c was replaced or deleted by another process while it was being loaded"):
+        accelerator.load_state(tmp_path / "c")
+    handle.remove()
+    accelerator.register_load_state_pre_hook(lambda models, where: shutil.rmtree(where))
+    with pytest.raises(CheckpointError, match="c was replaced or deleted by another process while it was being loaded"):
+        accelerator.load_state(tmp_path / "c")
 
 
 def test_what_an_interrupted_save_left_is_reported_and_never_read(

@@ -80,6 +80,28 @@ def test_files_are_as_large_as_asked_for(saved: Path, tmp_path: Path, spelling: 
     assert names == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)} | {"model.safetensors.index.json"}
 
 
+def test_model_files_that_are_there_are_replaced_only_when_told_to(saved: Path, tmp_path: Path) -> None:
+    assert merge(saved, tmp_path / "out", "--max_shard_size", "16").exit_code == 0
+    (tmp_path / "out" / "notes.txt").write_text("of the user")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    done = merge(saved, tmp_path / "out")
+    assert done.exit_code == 1
+    assert f"Error: {tmp_path / 'out'} has model-00001-of-00002.safetensors, model-00002" in done.stderr
+    assert "--overwrite" in done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert merge(saved, tmp_path / "out", "--overwrite").exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "notes.txt"]
+
+
+def test_of_several_models_none_is_written_where_one_would_be_replaced(tmp_path: Path) -> None:
+    simple(filled(1.0), filled(2.0)).save_state(tmp_path / "state")
+    (tmp_path / "out" / "1").mkdir(parents=True)
+    (tmp_path / "out" / "1" / "model.safetensors").write_text("of the user")
+    done = merge(tmp_path / "state", tmp_path / "out")
+    assert f"{tmp_path / 'out/1'} has model.safetensors already" in done.stderr
+    assert not (tmp_path / "out" / "0").exists()
+
+
 def test_a_model_that_a_hook_saved_is_left_out_and_said_so(tmp_path: Path) -> None:
     accelerator = simple(filled(1.0), filled(2.0))
     accelerator.register_save_state_pre_hook(lambda models, weights, where: weights.pop(0))

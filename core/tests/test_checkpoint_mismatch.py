@@ -74,6 +74,44 @@ def test_an_optimizer_that_does_not_fit_is_refused_before_anything_is_loaded(tmp
     assert value(fresh) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("saved", "other", "lacks"),
+    [
+        (torch.optim.SGD, torch.optim.Adam, "betas, eps"),
+        (torch.optim.Adam, torch.optim.SGD, "dampening, momentum"),
+        (torch.optim.AdamW, torch.optim.NAdam, "momentum_decay"),
+    ],
+)
+def test_the_state_of_another_kind_of_optimizer_is_refused_before_anything_is_loaded(
+    tmp_path: Path, saved: Any, other: Any, lacks: str
+) -> None:
+    simple(filled(1.0), optimizer=lambda ps: saved(ps, lr=0.1)).save_state(tmp_path / "c")
+    fresh = filled(0.0)
+    message = rf"optimizer 0 \({other.__name__}\) does not fit.*what was saved has no {lacks}, so it is the state of"
+    with pytest.raises(CheckpointError, match=message):
+        simple(fresh, optimizer=lambda ps: other(ps, lr=0.1)).load_state(tmp_path / "c")
+    assert value(fresh) == 0.0
+
+
+def test_an_optimizer_and_a_scheduler_of_another_class_take_over_what_was_saved_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(optimizer: Any, scheduler: Any) -> Accelerator:
+        model = filled(1.0)
+        accelerator = simple(model)
+        made = optimizer(model.parameters(), lr=0.5)
+        accelerator.prepare(made, scheduler(made))
+        return accelerator
+
+    from torch.optim.lr_scheduler import ConstantLR, LinearLR
+
+    make(torch.optim.Adam, ConstantLR).save_state(tmp_path / "c")
+    accelerator = make(torch.optim.AdamW, LinearLR)
+    accelerator.load_state(tmp_path / "c")
+    assert "optimizer 0 of this run (AdamW) took over what a Adam had saved" in caplog.text
+    assert "scheduler 0 of this run (LinearLR) took over what a ConstantLR had saved" in caplog.text
+
+
 def test_a_loader_of_other_data_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     accelerator = simple(filled(1.0))
     for loader in accelerator.prepare(numbers(22), numbers(22)):
@@ -148,15 +186,19 @@ def test_a_changed_letter_in_a_json_file_is_always_noticed(saved: Any) -> None:
     assert value(fresh) == 0.0
 
 
-def test_a_changed_bit_in_a_tensor_is_noticed_when_asked_for(saved: Any) -> None:
+@pytest.mark.parametrize("name", ["models/0/model", "rng/rank_00000"])
+def test_a_changed_bit_in_a_tensor_is_noticed_unless_told_not_to_look(saved: Any, name: str) -> None:
     directory, fresh, accelerator = saved
-    path = directory / "models/0/model.safetensors"
+    path = directory / f"{name}.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its checksum"):
-        accelerator.load_state(directory, verify=True)
+    with pytest.raises(CheckpointError, match=rf"{name}\.safetensors is damaged: its checksum"):
+        accelerator.load_state(directory)
     assert value(fresh) == 0.0
+    if not name.startswith("rng"):
+        accelerator.load_state(directory, verify=False)
+        assert value(fresh) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_sizes_are_decimal_unless_they_say_otherwise(text: int | str, size: int)
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", 0, "1 XB", "ten", "1I"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", 0, "1 XB", "ten", "1I", "9" * 400])
 def test_a_size_that_is_none_is_refused(text: int | str) -> None:
     with pytest.raises(ValueError, match="is no size"):
         parse_size(text)
@@ -198,6 +198,15 @@ def test_what_is_no_weight_is_named(accelerator: Accelerator, tmp_path: Path) ->
     assert names(tmp_path) == ["file"]
 
 
+def test_what_can_not_be_deleted_of_an_earlier_save_is_named(accelerator: Accelerator, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"the model is saved, but .*index\.json of an earlier save can't be deleted"
+    ):
+        accelerator.save_model(stack(), tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_get_state_dict_has_the_names_of_the_users_module(accelerator: Accelerator) -> None:
     model = stack(2)
     assert equal(accelerator.get_state_dict(accelerator.prepare(model)), model.state_dict())
@@ -251,6 +260,59 @@ def test_safetensors_may_be_asked_for_by_argument(tmp_path: Path) -> None:
     assert equal(safetensors.torch.load_file(tmp_path / "odd.ending"), {"a": torch.ones(1)})
     with pytest.raises(CheckpointError, match="only a dict of tensors"):
         save([torch.ones(1)], tmp_path / "list.safetensors")
+
+
+def test_what_tensors_share_and_their_dtypes_come_back_from_safetensors(tmp_path: Path) -> None:
+    one = torch.arange(3.0)
+    data = {"one": one, "same": one, "format": one, "complex": torch.tensor([1 + 2j]), "pt": torch.ones(1)}
+    save(data, tmp_path / "o.safetensors")
+    loaded = load(tmp_path / "o.safetensors", map_location="cpu")
+    assert equal(loaded, data)
+    assert loaded["complex"].dtype == torch.complex64
+    assert loaded["one"] is loaded["same"]
+
+
+def test_a_file_is_read_by_what_is_in_it_and_a_tilde_is_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save({"a": torch.ones(1)}, "~/odd.ending", safe_serialization=True)
+    assert equal(load("~/odd.ending"), {"a": torch.ones(1)})
+    save({"a": 1}, "~/o.pt")
+    assert load("~/o.pt") == {"a": 1}
+
+
+def test_errors_of_loading_an_object_name_the_file(tmp_path: Path) -> None:
+    save({"a": torch.ones(1)}, tmp_path / "o.safetensors")
+    with pytest.raises(TypeError, match="map_location must be a device for .*safetensors.*got dict"):
+        load(tmp_path / "o.safetensors", map_location={"cuda:0": "cpu"})
+    for name in ("o.safetensors", "o.pt"):
+        save({"a": torch.ones(9)}, tmp_path / name)
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-20])
+        with pytest.raises(CheckpointError, match=name):
+            load(tmp_path / name)
+        with pytest.raises(FileNotFoundError, match=f"no_{name}"):
+            load(tmp_path / f"no_{name}")
+    (tmp_path / "o.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"o\.pt is damaged: it ends too early"):
+        load(tmp_path / "o.pt")
+
+
+def test_safetensors_do_not_go_to_an_open_file_as_a_pickle() -> None:
+    with pytest.raises(CheckpointError, match="safe_serialization=True needs a path"):
+        save({"a": torch.ones(1)}, io.BytesIO(), safe_serialization=True)
+
+
+def test_a_weight_may_be_called_what_the_metadata_of_files_say(tmp_path: Path) -> None:
+    tensors = {"pt": torch.ones(1), "own": torch.zeros(1)}
+    write_model_files(tmp_path, tensors)
+    with open_weights(tmp_path) as weights:
+        assert equal(dict(weights), tensors)
+    tensors.update(dict.fromkeys(("format", "stored_as_bytes", "tied"), tensors["own"]))
+    write_model_files(tmp_path, tensors)
+    with open_weights(tmp_path) as weights:
+        assert equal(dict(weights), tensors)
+    assert safetensors.safe_open(tmp_path / "model.safetensors", "pt").metadata()["format"] == "pt"
 
 
 def test_loading_an_object_runs_no_code(tmp_path: Path) -> None:

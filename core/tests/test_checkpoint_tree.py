@@ -74,6 +74,7 @@ scalars = st.one_of(
     st.complex_numbers(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 0])]),
     st.sampled_from([np.float64(1.5), np.int8(-3), np.bool_(True), np.float32("nan"), np.datetime64("2020-01-02")]),
+    st.sampled_from([np.str_("é"), np.str_(""), np.bytes_(b"")]),
 )
 nested = st.recursive(
     scalars,
@@ -115,17 +116,19 @@ def test_arrays_come_back_in_dtype_and_shape(dtype: str, shape: tuple[int, ...])
     assert same(through_json({"a": array}), {"a": array})
 
 
-def test_strided_conjugate_and_parameter_tensors_are_saved_by_value() -> None:
+def test_strided_conjugate_and_parameter_tensors_are_saved_by_value(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     data = {
         "transposed": base.t(),
         "every second": base[:, ::2],
+        "one of every second": base[1, ::2][:1],
         "expanded": torch.ones(1).expand(5),
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "negative": torch.tensor([1 + 2j]).conj().imag,
         "parameter": nn.Parameter(torch.ones(2)),
     }
-    back = through_json(data)
+    write_tree(tmp_path / "data", data, "data")
+    back = read_tree(tmp_path / "data")
     assert all(torch.equal(back[name], value) for name, value in data.items())
 
 

@@ -88,7 +88,7 @@ def fill(module: nn.Module, locate: Locate, state: Mapping[str, Any], strict: bo
     shapes = {name: tuple(state[key].shape) for name, key in given.items() if isinstance(state[key], Tensor)}
     problems = misfits(found, shapes, {name for name in given if name not in shapes}, strict)
     if problems:
-        raise CheckpointError(f"this state does not fit {type(module).__name__}: {listed(problems)}")
+        raise CheckpointError(f"this state does not fit the model: {listed(problems)}")
     for name, piece in found.pieces.items():
         key = next((given[one] for one in names_of(found, name) if one in given), None)
         if key is not None:

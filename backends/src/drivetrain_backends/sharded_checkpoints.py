@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain.bundle import Bundle
 from drivetrain.checkpoint import layout, sharded_files
@@ -47,10 +47,6 @@ def _optimizer(directory: Path, index: int) -> Path:
     return (directory / layout.optimizer(index)).parent
 
 
-def _model_label(index: int, module: nn.Module) -> str:
-    return f"model {index} ({type(module).__name__})"
-
-
 def _optimizer_label(index: int, optimizer: Any) -> str:
     return f"optimizer {index} ({type(optimizer).__name__})"
 
@@ -75,7 +71,7 @@ def save(run: Run, bundle: Bundle, directory: Path, holding: Holding) -> None:
             "aliases": found.aliases,
             "extra": {name: inner.get_extra_state() for name, inner in found.extra.items()},
         }
-        where, label = directory / layout.model(index), _model_label(index, module)
+        where, label = directory / layout.model(index), bundle.model_label(index)
         sharded_files.write(run, where, found.pieces, survey(run, found.pieces), others, f"state of {label}")
     for index, optimizer in enumerate(bundle.optimizers):
         label = _optimizer_label(index, optimizer)
@@ -116,13 +112,14 @@ def load(run: Run, bundle: Bundle, directory: Path, strict: bool, holding: Holdi
                 if index not in bundle.taken_over and _there(where, strict):
                     files = stack.enter_context(ShardedFiles.open(where))
                     found = model_state.contents(run.hooks.unwrap(run=run, model=model), holding.locate)
-                    _check(files, found, strict)
+                    _check(files, found, strict, bundle.model_label(index))
                     models.append(_Found(index, files, found))
             for index, optimizer in enumerate(bundle.optimizers):
                 where = _optimizer(directory, index)
                 if _there(where, strict):
                     files = stack.enter_context(ShardedFiles.open(where))
-                    state = by_position(files.others, bundle.names[index], _optimizer_label(index, optimizer))
+                    label = _optimizer_label(index, optimizer)
+                    state = by_position(files.others, bundle.names[index], optimizer, label)
                     optimizers.append(_Found(index, files, state))
         with agreed(run, f"loading {directory}"):
             for each in models:
@@ -139,14 +136,13 @@ def _there(where: Path, strict: bool) -> bool:
     return False
 
 
-def _check(files: ShardedFiles, found: model_state.Contents, strict: bool) -> None:
+def _check(files: ShardedFiles, found: model_state.Contents, strict: bool, label: str) -> None:
     aliases, extra = files.others["aliases"], files.others["extra"]
     shapes = model_state.by_all_names(files.layouts, aliases)
     problems = model_state.misfits(found, shapes, set(extra), strict)
     if problems:
         raise CheckpointError(
-            f"the weights in {files.directory} do not fit this model: {model_state.listed(problems)}. Nothing was "
-            f"loaded"
+            f"the weights in {files.directory} do not fit {label}: {model_state.listed(problems)}. Nothing was loaded"
         )
 
 

@@ -32,6 +32,8 @@ class Bundle:
     """For each optimizer and parameter group the names of its parameters; None for one of no model in the bundle."""
     aliases: list[list[ParameterName]] = attrs.field(factory=list)
     """Every set of names, over all models, that one tied parameter had."""
+    kinds: list[str] = attrs.field(factory=list)
+    """Name of each model's class as the user wrote it: an engine may put a subclass of its own in its place."""
     taken_over: frozenset[int] = frozenset()
     """Models that the user's own code saves or loads; the hooks of state leave them out."""
     gradient_accumulation_steps: int = 1
@@ -50,6 +52,11 @@ class Bundle:
             [[known[id(p)][0] if id(p) in known else None for p in group["params"]] for group in optimizer.param_groups]
             for optimizer in self.optimizers
         ]
+
+    def model_label(self, index: int) -> str:
+        """What a model is called in messages."""
+        kind = self.kinds[index] if self.kinds else type(self.models[index]).__name__
+        return f"model {index} ({kind})"
 
     def parameters(self) -> dict[ParameterName, nn.Parameter]:
         """Every parameter by its names, as they are now. ``models`` must be unwrapped ones."""

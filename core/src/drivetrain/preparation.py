@@ -75,6 +75,8 @@ def _sort(objects: Sequence[Any], ready: Sequence[Any]) -> tuple[Bundle, dict[st
     positions: dict[str, list[int]] = {kind: [] for kind in _KINDS}
     for position, thing in enumerate(objects):
         kind = _kind(thing)
+        if kind is None:
+            _check_inside(thing, position)
         if kind is None or ready[position] is not None:
             continue
         found = getattr(bundle, kind)
@@ -83,6 +85,17 @@ def _sort(objects: Sequence[Any], ready: Sequence[Any]) -> tuple[Bundle, dict[st
         found.append(thing)
         positions[kind].append(position)
     return bundle, positions
+
+
+def _check_inside(thing: Any, position: int) -> None:
+    """Refuse a container of things to prepare: returned as it is, it would hold them unprepared."""
+    inside = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
+    found = next((one for one in inside if isinstance(one, tuple(_KINDS.values()))), None)
+    if found is not None:
+        raise TypeError(
+            f"argument {position} of prepare is a {type(thing).__name__} with a {type(found).__name__} in it, and only "
+            f"objects that are arguments themselves are prepared: prepare(*objects)"
+        )
 
 
 def _kind(thing: Any) -> str | None:
@@ -111,6 +124,7 @@ def _prepare_models(accelerator: Accelerator, bundle: Bundle, placed: Sequence[b
         return
     run, hooks = accelerator.run, accelerator.run.hooks
     originals, before = list(bundle.models), bundle.parameters()
+    bundle.kinds = [type(model).__name__ for model in originals]
     _check_models(accelerator, bundle.models)
 
     bundle.models = [hooks.convert_model(run=run, model=model) for model in bundle.models]

@@ -27,6 +27,8 @@ class PreparedModel:
 
     original: nn.Module
     wrapped: nn.Module
+    kind: str
+    """Name of the original's class when it was given. Engines may change that in place."""
 
 
 class Prepared:
@@ -55,8 +57,8 @@ class Prepared:
 
     def keep_models(self, originals: list[nn.Module], bundle: Bundle) -> None:
         """Remember models, before anything that refers to them is wired."""
-        for original, wrapped in zip(originals, bundle.models, strict=True):
-            self.models.append(PreparedModel(original, wrapped))
+        for original, wrapped, kind in zip(originals, bundle.models, bundle.kinds, strict=True):
+            self.models.append(PreparedModel(original, wrapped, kind))
             self.wrapped_models.append(wrapped)
             self._sources.append((original, wrapped))
 
@@ -72,6 +74,7 @@ class Prepared:
             optimizers=[optimizer.optimizer for optimizer in self.optimizers],
             loaders=list(self.loaders),
             schedulers=list(self.schedulers),
+            kinds=[model.kind for model in self.models],
         )
         whole.record()
         whole.models = list(self.wrapped_models)

@@ -78,7 +78,7 @@ class Replacement:
         if target.is_symlink() or not target.is_dir():
             what = "a symbolic link" if target.is_symlink() else "no directory"
             raise CheckpointError(f"{target} is {what}, so no checkpoint can be put in its place")
-        if target.is_mount() or Path.cwd().is_relative_to(target.resolve()):
+        if target.is_mount() or _is_worked_in(target):
             raise CheckpointError(
                 f"{target} can't be replaced as a whole, since it is a mount point or the working directory is in it; "
                 f"save to a directory inside it"
@@ -98,7 +98,12 @@ class Replacement:
             self.target.rename(self._replaced)
         try:
             self.partial.rename(self.target)
-        except OSError:
+        except OSError as error:
+            if self.target.exists():
+                raise CheckpointError(
+                    f"another process put a checkpoint in {self.target} meanwhile, and that one stays; give each run a "
+                    f"directory of its own"
+                ) from error
             if replaces:
                 self._replaced.rename(self.target)
             raise
@@ -110,6 +115,13 @@ class Replacement:
     def discard(self) -> None:
         """Remove what was written, as far as that is possible."""
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _is_worked_in(directory: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(directory.resolve())
+    except FileNotFoundError:  # the working directory was deleted
+        return False
 
 
 def foreign(directory: Path) -> list[Path]:
@@ -139,15 +151,18 @@ def _move(path: Path, place: Path) -> None:
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         path.rename(place)
-    elif path.is_dir() and place.is_dir():
+    elif path.is_dir() and not path.is_symlink() and place.is_dir():
         for child in path.iterdir():
             _move(child, place / child.name)
 
 
 def _siblings(target: Path, kind: str) -> list[Path]:
     """The newest first."""
-    found = target.parent.glob(f".{_escaped(target.name)}.{kind}-????????")
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    found: list[tuple[float, Path]] = []
+    for path in target.parent.glob(f".{_escaped(target.name)}.{kind}-????????"):
+        with contextlib.suppress(FileNotFoundError):  # another process finished meanwhile
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _escaped(name: str) -> str:

@@ -50,9 +50,10 @@ def save_bundle(run: Run, bundle: Bundle, directory: Path) -> None:
             continue
         bare = run.hooks.unwrap(run=run, model=model)
         state = full_weights(run, model)
-        with agreed(run, f"saving {model_label(index, bare)}"):
+        label = bundle.model_label(index)
+        with agreed(run, f"saving {label}"):
             if writes:
-                _write_model(directory, index, bare, state)
+                _write_model(directory, index, bare, state, label)
     for index, optimizer in enumerate(bundle.optimizers):
         label = f"optimizer {index} ({type(optimizer).__name__})"
         full = run.hooks.optimizer_state(run=run, optimizer=optimizer, models=bundle.models_of(index))
@@ -61,13 +62,7 @@ def save_bundle(run: Run, bundle: Bundle, directory: Path) -> None:
                 write_tree(directory / layout.optimizer(index), by_name(full, bundle.names[index]), f"state of {label}")
 
 
-def model_label(index: int, module: nn.Module) -> str:
-    """What a model is called in messages."""
-    return f"model {index} ({type(module).__name__})"
-
-
-def _write_model(directory: Path, index: int, module: nn.Module, state: Mapping[str, Any]) -> None:
-    label = model_label(index, module)
+def _write_model(directory: Path, index: int, module: nn.Module, state: Mapping[str, Any], label: str) -> None:
     if not state and any(True for _ in module.parameters()):
         raise CheckpointError(
             f"the backend gives the full weights of {label} to rank 0 only, so they can't be saved on each machine"
@@ -89,13 +84,13 @@ def load_bundle(run: Run, bundle: Bundle, directory: Path, strict: bool) -> None
     with agreed(run, f"loading {directory}"):
         for index, model in enumerate(bundle.models):
             if index not in bundle.taken_over and _there(directory, index, strict):
-                _check_weights(run, directory, index, model, strict)
+                _check_weights(run, directory, index, model, strict, bundle.model_label(index))
                 models.append(index)
         for index, optimizer in enumerate(bundle.optimizers):
             owner = f"optimizer {index} ({type(optimizer).__name__})"
             saved = _optimizer_state(directory, index, strict)
             if saved is not None:
-                optimizers[index] = by_position(saved, bundle.names[index], owner)
+                optimizers[index] = by_position(saved, bundle.names[index], optimizer, owner)
     for index in models:
         _load_weights(run, directory, index, bundle.models[index], strict)
     for index, state in optimizers.items():
@@ -118,7 +113,7 @@ def _there(directory: Path, index: int, strict: bool) -> bool:
     return False
 
 
-def _check_weights(run: Run, directory: Path, index: int, model: nn.Module, strict: bool) -> None:
+def _check_weights(run: Run, directory: Path, index: int, model: nn.Module, strict: bool, label: str) -> None:
     """Refuse weights that don't fit, before any are loaded."""
     if run.capabilities.shards_params:
         return  # what a rank holds does not tell the shape of the whole
@@ -139,7 +134,7 @@ def _check_weights(run: Run, directory: Path, index: int, model: nn.Module, stri
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"the weights in {directory / layout.model(index)} do not fit {model_label(index, bare)}: "
+            f"the weights in {directory / layout.model(index)} do not fit {label}: "
             f"{'; '.join(problems[:5])}{more}. Nothing was loaded"
         )
 

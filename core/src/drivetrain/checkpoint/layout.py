@@ -12,8 +12,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import attrs
+from attrs.validators import ge, instance_of, optional
 
-from drivetrain.checkpoint.files import FileRecord, checksum, read_json, write_json
+from drivetrain.checkpoint.files import FileRecord, checksums, read_json, write_json
 from drivetrain.errors import CheckpointError
 
 __all__ = [
@@ -117,11 +118,11 @@ def now() -> str:
 class Thing:
     """One object whose state is in the checkpoint."""
 
-    kind: str
+    kind: str = attrs.field(validator=instance_of(str))
     """Name of its class."""
-    parameters: int | None = None
+    parameters: int | None = attrs.field(default=None, validator=optional(instance_of(int)))
     """How many parameters a model has."""
-    saved: bool = True
+    saved: bool = attrs.field(default=True, validator=instance_of(bool))
     """False where a hook of the user's wrote it in a way of its own."""
 
 
@@ -129,17 +130,17 @@ class Thing:
 class Manifest:
     """What is in a checkpoint."""
 
-    drivetrain: str
+    drivetrain: str = attrs.field(validator=instance_of(str))
     """Version that wrote it."""
-    torch: str
-    created: str
-    processes: int
-    data_size: int
-    backend: str
-    precision: str
-    step: int
+    torch: str = attrs.field(validator=instance_of(str))
+    created: str = attrs.field(validator=instance_of(str))
+    processes: int = attrs.field(validator=[instance_of(int), ge(1)])
+    data_size: int = attrs.field(validator=[instance_of(int), ge(1)])
+    backend: str = attrs.field(validator=instance_of(str))
+    precision: str = attrs.field(validator=instance_of(str))
+    step: int = attrs.field(validator=[instance_of(int), ge(0)])
     """Micro-batches of the run so far."""
-    iteration: int | None = None
+    iteration: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
     """Number of an automatically named checkpoint."""
     models: list[Thing] = attrs.field(factory=list)
     optimizers: list[Thing] = attrs.field(factory=list)
@@ -175,7 +176,8 @@ class Manifest:
         try:
             return cls._from(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+            what = error.args[0] if error.args else ""  # attrs gives more than a text
+            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {what})") from error
 
     @classmethod
     def _from(cls, data: Mapping[str, Any]) -> Manifest:
@@ -213,8 +215,8 @@ class Manifest:
         Raises:
             CheckpointError: One hasn't; the text names it.
         """
-        for name in names:
-            if checksum(directory / name) != self.files[name]:
+        for name, found in zip(names, checksums([directory / name for name in names]), strict=True):
+            if found != self.files[name]:
                 raise CheckpointError(f"{directory / name} is damaged: its checksum is not the one it was written with")
 
 

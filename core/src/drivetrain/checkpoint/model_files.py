@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint.atomic import new_token
 from drivetrain.checkpoint.files import create, force_to_disk, read_json, reading, rename, write_json
 from drivetrain.checkpoint.optimizer_names import plain_name
-from drivetrain.checkpoint.tensors import TensorFile, check_savable, nbytes, same_memory, write_tensors
+from drivetrain.checkpoint.tensors import RESERVED, TensorFile, check_savable, nbytes, same_memory, write_tensors
 from drivetrain.errors import CheckpointError
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "in_place",
     "is_there",
     "open_weights",
+    "present",
     "save_pickled",
     "untie",
     "write_model_files",
@@ -46,10 +49,10 @@ def parse_size(size: int | str) -> int:
         ValueError: It is no size, or not above 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(size).upper())
-    count = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if count < 1:
+    count = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0
+    if not 1 <= count < math.inf:
         raise ValueError(f"{size!r} is no size; give a number of bytes, or a text such as '10GB' or '500MiB'")
-    return count
+    return int(count)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -72,7 +75,7 @@ def untie(state: Mapping[str, Tensor], module: nn.Module | None = None) -> tuple
         keys = [key for key in (owners.get(name), same_memory(tensor)) if key is not None]
         first = next((known[key] for key in keys if key in known), name)
         known.update(dict.fromkeys(keys, first))
-        if first == name:
+        if first == name or name in RESERVED:  # such a name can't be an alias in a file's metadata
             kept[name] = tensor
         else:
             aliases[name] = first
@@ -187,10 +190,20 @@ def write_model_files(
             write_json(pending(form.index), index, indent=1)
             names.append(form.index)
     for stale in form.present(directory) - set(names):
-        (directory / stale).unlink()
+        try:
+            (directory / stale).unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"the model is saved, but {directory / stale} of an earlier save can't be deleted: {error.strerror}"
+            ) from error
     if others := (_PICKLED if safe else _SAFE).present(directory):
         logger.warning("%s also has %s, of an earlier save in the other format", directory, ", ".join(sorted(others)))
     return [directory / name for name in names]
+
+
+def present(directory: Path, safe: bool) -> list[str]:
+    """Names of the files of a model that are in a directory, whole or in shards."""
+    return sorted((_SAFE if safe else _PICKLED).present(directory)) if directory.is_dir() else []
 
 
 def _cut(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
@@ -296,12 +309,19 @@ def open_weights(directory: Path) -> Iterator[Weights]:
     names = [_SAFE.single]
     if index.exists():
         with reading(index):
-            names = sorted(set(read_json(index)["weight_map"].values()))
+            names = sorted({_beside(name) for name in read_json(index)["weight_map"].values()})
     with contextlib.ExitStack() as stack:
         files: dict[str, TensorFile] = {}
         aliases: dict[str, str] = {}
         for name in names:
             file = stack.enter_context(TensorFile.open(directory / name))
             files.update(dict.fromkeys(file.names, file))
-            aliases.update((alias, kept) for alias, kept in file.metadata.items() if kept in file.names)
+            aliases.update(file.aliases)
         yield Weights(files, aliases)
+
+
+def _beside(name: str) -> str:
+    """The name of a file in the same directory. An index may come from anyone, and must not lead elsewhere."""
+    if name in ("", ".", "..") or "/" in name or os.path.basename(name) != name:
+        raise ValueError(f"it names the file {name!r}, which would be outside of its directory")
+    return name

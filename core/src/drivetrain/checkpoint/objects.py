@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.model_files import in_place, save_pickled, untie
-from drivetrain.checkpoint.tensors import write_tensors
+from drivetrain.checkpoint.project import absolute
+from drivetrain.checkpoint.tensors import TensorFile, write_tensors
 from drivetrain.errors import CheckpointError
 
 __all__ = ["load", "save", "write_object"]
@@ -29,7 +30,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         safe_serialization: Write safetensors. A path that ends with ``.safetensors`` means it too.
 
     Raises:
-        CheckpointError: The file can't be written, or the object is no dict of tensors.
+        CheckpointError: The file can't be written, the object is no dict of tensors, or safetensors are to go to an
+            open file.
     """
     from drivetrain.state import PartialState
 
@@ -42,26 +44,56 @@ def load(f: Any, map_location: Any = None) -> Any:
     """Load what :func:`save` saved. Never runs code that is in the file: only tensors and plain values are read.
 
     Args:
-        f: Path, or a file open for reading. A path that ends with ``.safetensors`` is read as such.
-        map_location: Where tensors go, as in ``torch.load``; None: for safetensors the CPU.
+        f: Path, or a file open for reading. Which format it has is seen by its content.
+        map_location: Where tensors go, as in ``torch.load``; None: for safetensors the CPU. A device, where the file
+            is in that format.
 
     Raises:
+        CheckpointError: The file is damaged.
+        OSError: It is missing or can't be read.
         pickle.UnpicklingError: The file holds more than that.
+        TypeError: ``map_location`` is no device, and the file is in the safetensors format.
     """
-    if isinstance(f, (str, os.PathLike)) and os.fspath(f).endswith(_SAFE):
-        from safetensors.torch import load_file
+    if not isinstance(f, (str, os.PathLike)):
+        return torch.load(f, map_location=map_location, weights_only=True)
+    path = absolute(f)
+    if _looks_safe(path) or path.suffix == _SAFE:
+        return _load_safe(path, map_location)
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except (EOFError, RuntimeError) as error:  # which don't say of which file they are
+        raise CheckpointError(f"{path} is damaged: {str(error) or 'it ends too early'}") from error
 
-        tensors: dict[str, Tensor] = load_file(f, device="cpu" if map_location is None else str(map_location))
+
+def _looks_safe(path: Path) -> bool:
+    """Whether a file begins as safetensors do: a length of eight bytes, then JSON."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _load_safe(path: Path, map_location: Any) -> dict[str, Tensor]:
+    if map_location is not None and not isinstance(map_location, (str, int, torch.device)):
+        raise TypeError(
+            f"map_location must be a device for {path}, which is in the safetensors format; got "
+            f"{type(map_location).__name__}"
+        )
+    with TensorFile.open(path) as file:
+        tensors = {name: file.read(name) for name in file.names}
+        tensors |= {name: tensors[kept] for name, kept in file.aliases.items()}
+    if map_location is None:
         return tensors
-    return torch.load(f, map_location=map_location, weights_only=True)
+    moved = {id(tensor): tensor.to(map_location) for tensor in tensors.values()}
+    return {name: moved[id(tensor)] for name, tensor in tensors.items()}
 
 
 def write_object(obj: Any, f: Any, safe: bool) -> None:
     """Write an object from this process. Arguments as of :func:`save`."""
     if hasattr(f, "write"):
+        if safe:
+            raise CheckpointError("safe_serialization=True needs a path, not an open file, which torch.save writes to")
         torch.save(obj, f)
         return
-    path = Path(os.path.abspath(os.path.expanduser(f)))
+    path = absolute(f)
     with in_place(path) as aside:
         if safe or path.suffix == _SAFE:
             _write_safe(aside, obj)

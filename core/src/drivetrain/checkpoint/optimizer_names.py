@@ -63,16 +63,17 @@ def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
     }
 
 
-def by_position(saved: Mapping[str, Any], names: Names, owner: str) -> dict[str, Any]:
+def by_position(saved: Mapping[str, Any], names: Names, optimizer: Any, owner: str) -> dict[str, Any]:
     """What ``by_name`` was given, for an optimizer that may hold its parameters in another order.
 
     Args:
         saved: What ``by_name`` returned.
         names: Of the parameters of the optimizer to be loaded, by group.
-        owner: What the optimizer is called in messages.
+        optimizer: That optimizer.
+        owner: What it is called in messages.
 
     Raises:
-        CheckpointError: It has other groups or other parameters than the saved one.
+        CheckpointError: It has other groups or other parameters than the saved one, or is one of another kind.
     """
     if saved["form"] == "own":
         return dict(saved["state"])
@@ -84,6 +85,7 @@ def by_position(saved: Mapping[str, Any], names: Names, owner: str) -> dict[str,
         )
     flat = [label for members in labels for label in members]
     _check_same_names({label for group in groups for label in group["params"]}, set(flat), owner)
+    _check_same_settings(groups, optimizer, owner)
     numbers = {label: number for number, label in enumerate(flat)}
     return {
         **saved["extra"],
@@ -95,6 +97,25 @@ def by_position(saved: Mapping[str, Any], names: Names, owner: str) -> dict[str,
             for group, members in zip(groups, labels, strict=True)
         ],
     }
+
+
+def _check_same_settings(groups: Sequence[Mapping[str, Any]], optimizer: Any, owner: str) -> None:
+    """Refuse the state of another kind of optimizer, which torch would load and the next step fail of.
+
+    Not by the class: that of an engine may take the place of torch's. Switches don't count, since torch adds new ones
+    and fills them in itself.
+    """
+    numbers = [
+        name
+        for name, value in getattr(optimizer, "defaults", {}).items()
+        if value is not None and not isinstance(value, (bool, str))
+    ]
+    lacking = sorted({name for group in groups for name in numbers if name not in group})
+    if lacking:
+        raise CheckpointError(
+            f"{owner} does not fit the checkpoint: what was saved has no {', '.join(lacking)}, so it is the state of "
+            f"another kind of optimizer"
+        )
 
 
 def _check_same_names(saved: set[str], present: set[str], owner: str) -> None:

@@ -11,15 +11,24 @@ from typing import Any
 import attrs
 
 from drivetrain.errors import CheckpointError
+from drivetrain.validators import at_least
 
-__all__ = ["ProjectConfiguration", "latest", "numbered", "prune"]
+__all__ = ["ProjectConfiguration", "absolute", "latest", "numbered", "prune"]
 
 _NAME = re.compile(r"checkpoint_(\d+)")
+_ASIDE = re.compile(r"\.(checkpoint_\d+)\.replaced-.{8}")
+"""What stands for a checkpoint between the two renames that replace it."""
+_INTERRUPTED = re.compile(r"\.checkpoint_(\d+)\.partial-.{8}")
 
 
-def _limit(_: Any, attribute: attrs.Attribute[Any], value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{attribute.name} must be at least 1, or None for no limit; got {value}")
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """What a path means now: seen from the working directory, ``~`` replaced."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _note_place(configuration: ProjectConfiguration, _: Any, value: str | os.PathLike[str] | None) -> Any:
+    configuration._place = None if value is None else absolute(value)
+    return value
 
 
 @attrs.define
@@ -27,7 +36,8 @@ class ProjectConfiguration:
     """Where a run keeps its files.
 
     Attributes:
-        project_dir: Directory of the project; None: paths are given in each call.
+        project_dir: Directory of the project; None: paths are given in each call. A relative one stays what it was when
+            it was given, wherever the program goes.
         logging_dir: Directory for trackers; None: ``project_dir``.
         automatic_checkpoint_naming: Whether ``save_state()`` without a path writes
             ``project_dir/checkpoints/checkpoint_<iteration>``.
@@ -37,14 +47,14 @@ class ProjectConfiguration:
             the same on all. If not, all processes must see the same directory.
     """
 
-    project_dir: str | os.PathLike[str] | None = None
+    project_dir: str | os.PathLike[str] | None = attrs.field(default=None, on_setattr=_note_place)
     logging_dir: str | os.PathLike[str] | None = None
     automatic_checkpoint_naming: bool = False
-    total_limit: int | None = attrs.field(
-        default=None, validator=[attrs.validators.optional(attrs.validators.instance_of(int)), _limit]
-    )
-    iteration: int = attrs.field(default=0, validator=[attrs.validators.instance_of(int), attrs.validators.ge(0)])
+    total_limit: int | None = attrs.field(default=None, validator=at_least(1, optional=True))
+    iteration: int = attrs.field(default=0, validator=at_least(0))
     save_on_each_node: bool = False
+    _place: Path | None = attrs.field(default=None, init=False, repr=False, eq=False)
+    """What ``project_dir`` meant when it was set."""
 
     def __attrs_post_init__(self) -> None:
         self.set_directories(self.project_dir)
@@ -62,12 +72,12 @@ class ProjectConfiguration:
         Raises:
             CheckpointError: There is no project directory.
         """
-        if self.project_dir is None:
+        if self._place is None:
             raise CheckpointError(
                 "automatic_checkpoint_naming needs a project directory: "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        return Path(os.path.abspath(os.path.expanduser(self.project_dir))) / "checkpoints"
+        return self._place / "checkpoints"
 
     @property
     def next_checkpoint(self) -> Path:
@@ -77,12 +87,13 @@ class ProjectConfiguration:
 
 def numbered(directory: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints with automatic names, by number. Only exact names count."""
-    from drivetrain.checkpoint.atomic import is_complete
+    from drivetrain.checkpoint.atomic import find, is_complete
 
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted((number, path) for number, path in found if is_complete(path))
+    names = {_ASIDE.sub(r"\1", path.name) for path in directory.iterdir()}
+    found = [(int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted((number, path) for number, path in found if is_complete(find(path)))
 
 
 def latest(directory: Path) -> Path:
@@ -104,6 +115,8 @@ def latest(directory: Path) -> Path:
 def prune(directory: Path, limit: int, keep: Path) -> None:
     """Delete the oldest numbered checkpoints beyond ``limit``, never ``keep``. Called when ``keep`` is in place.
 
+    What interrupted saves of lower numbers left goes too: a run that is stopped often would fill the disk with it.
+
     Raises:
         OSError: One can't be deleted.
     """
@@ -111,6 +124,10 @@ def prune(directory: Path, limit: int, keep: Path) -> None:
 
     for half in directory.glob(".checkpoint_*.removed-????????"):  # an earlier deletion was interrupted
         shutil.rmtree(half)
+    for path in directory.iterdir():
+        interrupted = _INTERRUPTED.fullmatch(path.name)
+        if interrupted and int(interrupted[1]) < int(keep.name.rpartition("_")[2]):
+            shutil.rmtree(path)
     older = [path for _, path in numbered(directory) if path != keep]
     for path in older[: max(len(older) - (limit - 1), 0)]:
         remove(path)

@@ -44,14 +44,14 @@ class _Parts:
     rng_is_own: bool = True
 
 
-def load_checkpoint(accelerator: Accelerator, target: Path, *, strict: bool = True, verify: bool = False) -> Manifest:
+def load_checkpoint(accelerator: Accelerator, target: Path, *, strict: bool = True, verify: bool = True) -> Manifest:
     """Load the whole state of a run into what was prepared and registered. Every rank must call it.
 
     Args:
         accelerator: Knows what was prepared and registered, in the order of the saved run.
         target: Absolute path of the checkpoint.
         strict: Whether anything that is only in the run or only in the checkpoint is an error; if not, it is a warning.
-        verify: Compare the checksums of all files, not of the JSON ones alone.
+        verify: Compare the checksums of all files; if not, of the JSON ones alone.
 
     Returns:
         What the checkpoint says of itself.
@@ -63,12 +63,23 @@ def load_checkpoint(accelerator: Accelerator, target: Path, *, strict: bool = Tr
     with agreed(run, f"loading {target}"):
         directory = find(target)
         manifest = Manifest.read(directory)
+    with _unless_replaced(directory, manifest):
+        _load(accelerator, directory, manifest, strict, verify)
+    with agreed(run, f"loading {target}"):
+        _check_not_replaced(directory, manifest)
+    _warn_of_kinds(things(accelerator), manifest, directory)
+    return manifest
+
+
+def _load(accelerator: Accelerator, directory: Path, manifest: Manifest, strict: bool, verify: bool) -> None:
+    run = accelerator.run
+    with agreed(run, f"loading {directory}"):
         _check_files(run, manifest, directory, verify, shared=not accelerator.project_configuration.save_on_each_node)
         _check_world(run, manifest, directory)
         _check_things(accelerator, manifest, directory, strict)
         parts = _read_parts(accelerator, manifest, directory)
     taken_over = _run_hooks(accelerator, directory)
-    with agreed(run, f"loading {target}"):
+    with agreed(run, f"loading {directory}"):
         _check_taken_over(manifest, taken_over, directory, strict)
     # Loaders first: they alone may find that they can't go on where the checkpoint is, and can be put back.
     with agreed(run, "restoring the loaders' positions"), _undone_on_error(accelerator.known.loaders):
@@ -77,9 +88,32 @@ def load_checkpoint(accelerator: Accelerator, target: Path, *, strict: bool = Tr
     bundle.taken_over = taken_over
     with agreed(run, f"hook 'load_state' of {run.hooks.owner('load_state') or 'core'}"):
         run.hooks.load_state(run=run, bundle=bundle, directory=directory, strict=strict)
-    with agreed(run, f"loading {target}"):
+    with agreed(run, f"loading {directory}"):
         _restore(accelerator, parts)
-    return manifest
+
+
+@contextlib.contextmanager
+def _unless_replaced(directory: Path, manifest: Manifest) -> Iterator[None]:
+    """Names the reason where files don't fit each other since another process saved there meanwhile."""
+    try:
+        yield
+    except CheckpointError as error:
+        with contextlib.suppress(OSError):
+            _check_not_replaced(directory, manifest, error)
+        raise
+
+
+def _check_not_replaced(directory: Path, manifest: Manifest, error: CheckpointError | None = None) -> None:
+    """Refuse what may be parts of two checkpoints: files are read one after the other."""
+    try:
+        same = Manifest.read(directory) == manifest
+    except CheckpointError:
+        same = directory.exists() and (directory / layout.MANIFEST).exists()
+    if not same:
+        raise CheckpointError(
+            f"{directory} was replaced or deleted by another process while it was being loaded, so what was loaded may "
+            f"be of two checkpoints; don't go on with this run, load it again"
+        ) from error
 
 
 # --------------------------------------------------------------------------------------------------- looking at it
@@ -132,6 +166,17 @@ def _check_things(accelerator: Accelerator, manifest: Manifest, directory: Path,
             accelerator.run.names["precision"],
             "with its first one" if manifest.scaler is None else "without",
         )
+
+
+def _warn_of_kinds(present: Mapping[str, Sequence[Thing]], manifest: Manifest, directory: Path) -> None:
+    """Say which optimizers and schedulers are of another class. An engine's may well go on with what torch's saved."""
+    for kind, word in (("optimizers", "optimizer"), ("schedulers", "scheduler")):
+        for index, (have, saved) in enumerate(zip(present[kind], getattr(manifest, kind), strict=False)):
+            if have.kind != saved.kind:
+                logger.warning(
+                    "%s: %s %d of this run (%s) took over what a %s had saved",
+                    *(directory, word, index, have.kind, saved.kind),
+                )
 
 
 def _listing(found: Sequence[Thing]) -> str:

@@ -11,6 +11,7 @@ Nothing is pickled. A piece held by several ranks is written by the lowest of th
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.agreement import agreed
+from drivetrain.checkpoint.files import reading
 from drivetrain.checkpoint.pieces import Layout, Part, Piece
 from drivetrain.checkpoint.tensors import TensorFile, write_tensors
 from drivetrain.checkpoint.tree import read_tree, write_tree
@@ -89,6 +91,26 @@ def _entry(layout: Layout) -> dict[str, Any]:
     }
 
 
+def _layout(name: str, entry: Mapping[str, Any]) -> Layout:
+    """What an index says of a tensor.
+
+    Raises:
+        ValueError: It makes no sense. Parts that leave gaps would let through whatever was in memory, and ranks that
+            are no numbers would lead to files elsewhere.
+    """
+    layout = Layout(tuple(entry["shape"]), entry["dtype"], tuple(Part(*part) for part in entry["parts"]))
+    numbers = [*layout.shape, *(number for part in layout.parts for number in attrs.astuple(part))]
+    bounds = [0, *(part.stop for part in layout.parts)]
+    if not (
+        isinstance(layout.dtype, torch.dtype)
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and all(part.start == before < part.stop for part, before in zip(layout.parts, bounds, strict=False))
+        and bounds[-1] == math.prod(layout.shape)
+    ):
+        raise ValueError(f"what it says of {name!r} makes no sense")
+    return layout
+
+
 @attrs.frozen(eq=False)
 class ShardedFiles:
     """Tensors in pieces in a directory, open for reading."""
@@ -110,10 +132,8 @@ class ShardedFiles:
         index = read_tree(directory / _INDEX)
         if not isinstance(index, dict) or (index.get("format"), index.get("version")) != (_FORMAT, _VERSION):
             raise CheckpointError(f"{directory / _INDEX}.json is no index of sharded tensors this version can read")
-        layouts = {
-            name: Layout(tuple(entry["shape"]), entry["dtype"], tuple(Part(*part) for part in entry["parts"]))
-            for name, entry in index["tensors"].items()
-        }
+        with reading(directory / f"{_INDEX}.json"):
+            layouts = {name: _layout(name, entry) for name, entry in index["tensors"].items()}
         with contextlib.ExitStack() as stack:
             yield cls(directory, layouts, index["others"], {}, stack)
 

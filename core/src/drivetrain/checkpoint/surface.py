@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.checkpoint import project
 from drivetrain.checkpoint.agreement import agreed
-from drivetrain.checkpoint.project import ProjectConfiguration
+from drivetrain.checkpoint.project import ProjectConfiguration, absolute
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class CheckpointMixin:
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects with the state of the run.
+
+        What the main process says of an object is saved, and loaded on every rank: what ranks count apart is to be
+        reduced in ``state_dict``, which all of them call.
 
         Args:
             *objects: Anything with ``state_dict`` and ``load_state_dict``. Their number and order must be the same when
@@ -164,10 +167,11 @@ class CheckpointMixin:
 
         _refuse(options, "save_state")
         numbered = output_dir is None
-        target = self._next_checkpoint() if output_dir is None else _absolute(output_dir)
+        target = self._next_checkpoint() if output_dir is None else absolute(output_dir)
         lead = leads(self.run, not self.project_configuration.save_on_each_node)
-        if lead:
-            _report_leftovers(target)
+        with agreed(self.run, f"saving to {target}"):
+            if lead:
+                _report_leftovers(target)
         save_checkpoint(self, target, self.save_iteration if numbered else None)  # type: ignore[arg-type]
         if numbered:
             self.project_configuration.iteration += 1
@@ -216,13 +220,14 @@ class CheckpointMixin:
         input_dir: _Path | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         strict: bool = True,
-        verify: bool = False,
+        verify: bool = True,
         **options: Any,
     ) -> Path:
         """Load what ``save_state`` saved into what was prepared and registered. Every rank must call this.
 
         Everything that can be checked is checked before anything is changed. Another number of processes is fine for
-        all but the generators of ranks that were not there.
+        all but the generators of ranks that were not there. Loaders go on where they were, in the same order; only what
+        the workers of a loader draw at random, such as augmentations, is drawn anew for the rest of an epoch.
 
         Args:
             input_dir: Directory of the checkpoint. None: the one with the highest number in
@@ -230,7 +235,10 @@ class CheckpointMixin:
             load_kwargs: None is known.
             strict: Whether what is only in this run or only in the checkpoint is an error; if not, it is a warning, and
                 the rest is loaded.
-            verify: Compare the checksums of all files; sizes always are.
+            verify: Compare the checksums of all files, so that weights that changed on the disk are an error. False
+                leaves out those of tensors, which are read once more for it: next to nothing where they come from the
+                disk, about 0.4 s a GB where the system has them in memory, shared by the ranks. Sizes and the checksums
+                of all else are compared in any case.
             **options: ``map_location`` has no effect: values go where what they are loaded into is.
 
         Returns:
@@ -243,9 +251,9 @@ class CheckpointMixin:
         from drivetrain.checkpoint.reader import load_checkpoint
 
         _refuse({**(load_kwargs or {}), **options}, "load_state", accepted=("map_location",))
-        target = self._latest() if input_dir is None else _absolute(input_dir)
+        target = self._latest() if input_dir is None else absolute(input_dir)
         manifest = load_checkpoint(self, target, strict=strict, verify=verify)  # type: ignore[arg-type]
-        if self.project_configuration.automatic_checkpoint_naming:
+        if self.project_configuration.automatic_checkpoint_naming and self.project_dir is not None:
             self._go_on_counting(target, manifest.iteration)
         if self.run.world.rank == 0:
             logger.info("loaded the state of the run from %s (saved %s)", target, manifest.created)
@@ -266,10 +274,12 @@ class CheckpointMixin:
     def _go_on_counting(self, target: Path, iteration: int | None) -> None:
         """Never reuse a number: what was loaded may not be the last one there."""
         configuration = self.project_configuration
-        taken = [number for number, _ in project.numbered(configuration.checkpoints)]
-        if iteration is not None and target.parent == configuration.checkpoints:
-            taken.append(iteration)
-        following = max(taken, default=configuration.iteration - 1) + 1
+        following = configuration.iteration
+        with agreed(self.run, "looking for the last checkpoint"):
+            taken = [number for number, _ in project.numbered(configuration.checkpoints)]
+            if iteration is not None and target.parent == configuration.checkpoints:
+                taken.append(iteration)
+            following = max([following, *(number + 1 for number in taken)])
         configuration.iteration = self.run.hooks.broadcast_object(run=self.run, value=following, source=0, group=None)
 
     # ------------------------------------------------------------------------------------------------------- weights
@@ -321,7 +331,7 @@ class CheckpointMixin:
         if not self._writes_weights:
             return
         bare = self.run.hooks.unwrap(run=self.run, model=wrapped)
-        write_model_files(_absolute(save_directory), state, module=bare, max_shard_size=limit, safe=safe_serialization)
+        write_model_files(absolute(save_directory), state, module=bare, max_shard_size=limit, safe=safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save an object, from the main process: whole or not at all.
@@ -344,10 +354,6 @@ class CheckpointMixin:
         from drivetrain.checkpoint.bundles import leads
 
         return leads(self.run, not self.project_configuration.save_on_each_node)
-
-
-def _absolute(path: _Path) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def _refuse(options: Mapping[str, Any], method: str, accepted: tuple[str, ...] = ()) -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from drivetrain.checkpoint.files import create, reading
 from drivetrain.errors import CheckpointError
 
-__all__ = ["TensorFile", "check_savable", "nbytes", "read_tensors", "same_memory", "write_tensors"]
+__all__ = ["RESERVED", "TensorFile", "check_savable", "nbytes", "read_tensors", "same_memory", "write_tensors"]
 
 # Dtypes every safetensors reader knows. Others are written as bytes, with their dtype and shape in the metadata.
 _NAMES: Mapping[torch.dtype, str] = {
@@ -41,6 +41,8 @@ _NAMES: Mapping[torch.dtype, str] = {
 }
 _AS_BYTES = "stored_as_bytes"
 """Key of the metadata with ``{name: [dtype, shape]}`` of tensors whose dtype the format lacks."""
+RESERVED = ("format", _AS_BYTES)
+"""Keys of the metadata that are no names of tensors, whatever tensors there are."""
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -87,6 +89,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Raises:
         CheckpointError: A tensor can't be saved, or the file can't be written.
     """
+    if "__metadata__" in tensors:
+        raise CheckpointError(f"{path} can't hold a tensor called '__metadata__', which the format uses itself")
     for name, tensor in tensors.items():
         check_savable(tensor, f"tensor {name!r} for {path}")
     # The widest first, so that every tensor lies at a multiple of its element's size and can be mapped.
@@ -118,7 +122,9 @@ def _header(order: Iterable[str], tensors: Mapping[str, Tensor], metadata: Mappi
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().to("cpu").contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    flat = plain.reshape(-1)
+    # One element is contiguous whatever its stride, but only with 1 can it be seen as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 @attrs.frozen(eq=False)
@@ -154,10 +160,18 @@ class TensorFile:
         """Names of all tensors."""
         return list(self._file.keys())
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """For each further name of a tensor the one it is kept under."""
+        kept = set(self.names)
+        # Every file says {"format": "pt"}, and a tensor may well be called "pt".
+        return {name: value for name, value in self.metadata.items() if value in kept and name not in RESERVED}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header alone."""
         if name in self._as_bytes:
-            return tuple(self._as_bytes[name][1])
+            with reading(self.path):
+                return tuple(map(int, self._as_bytes[name][1]))
         return tuple(self._file.get_slice(name).get_shape())
 
     def mapped(self, name: str) -> Tensor:
@@ -171,8 +185,12 @@ class TensorFile:
     def _in_dtype(self, name: str, stored: Tensor) -> Tensor:
         if name not in self._as_bytes:
             return stored
-        dtype, shape = self._as_bytes[name]
-        return stored.view(dtype_named(dtype)).reshape(shape)
+        with reading(self.path):
+            dtype, shape = self._as_bytes[name]
+            try:
+                return stored.view(dtype_named(dtype)).reshape(shape)
+            except RuntimeError as error:
+                raise ValueError(f"tensor {name!r} does not fit what is said of it: {error}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

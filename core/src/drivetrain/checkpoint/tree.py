@@ -271,6 +271,13 @@ def _read_array(content: Any, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, 
     return np.frombuffer(tensors[name].numpy().tobytes(), dtype=_array_dtype(dtype)).reshape(shape).copy()
 
 
+def _read_numpy(content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    name, data = content
+    dtype = _array_dtype(name)
+    # An empty text has no bytes to be read from.
+    return np.frombuffer(bytes.fromhex(data), dtype=dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
+
+
 def _array_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.hasobject:
@@ -303,5 +310,5 @@ _READERS: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "$defaultdict": _read_defaultdict,
     "$tensor": lambda content, tensors: tensors[content],
     "$array": _read_array,
-    "$numpy": lambda content, tensors: np.frombuffer(bytes.fromhex(content[1]), dtype=_array_dtype(content[0]))[0],
+    "$numpy": _read_numpy,
 }

@@ -242,15 +242,11 @@ def _manifest(
 def things(accelerator: Accelerator, taken_over: frozenset[int] = frozenset()) -> dict[str, Any]:
     """The objects of this run, by the manifest's names for their kinds."""
     known, run = accelerator.known, accelerator.run
-    modules = [run.hooks.unwrap(run=run, model=model) for model in known.wrapped_models]
+    modules = [run.hooks.unwrap(run=run, model=model.wrapped) for model in known.models]
     return {
         "models": [
-            Thing(
-                type(module).__name__,
-                sum(parameter.numel() for parameter in module.parameters()),
-                index not in taken_over,
-            )
-            for index, module in enumerate(modules)
+            Thing(model.kind, sum(parameter.numel() for parameter in module.parameters()), index not in taken_over)
+            for index, (model, module) in enumerate(zip(known.models, modules, strict=True))
         ],
         "optimizers": [Thing(type(optimizer.optimizer).__name__) for optimizer in known.optimizers],
         "schedulers": [Thing(type(scheduler.scheduler).__name__) for scheduler in known.schedulers],
