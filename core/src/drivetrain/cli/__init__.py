@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 import click
@@ -57,6 +59,17 @@ class _Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            from drivetrain.config.problems import did_you_mean
+
+            hint = did_you_mean(name, _COMMANDS) or f"; there are: {', '.join(_COMMANDS)}"
+            raise click.UsageError(f"no such command: {name}{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help) for name, entry in _COMMANDS.items()])
@@ -70,6 +83,11 @@ class _Commands(click.Group):
             notes = getattr(error, "__notes__", ())
             click.echo("\n".join([f"Error: {error}", *notes]), err=True)
             ctx.exit(2 if isinstance(error, (ConfigError, PluginNotFoundError)) else 1)
+        except OSError as error:
+            if _debug() or error.errno == errno.EPIPE:  # which click answers
+                raise
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(1)
 
 
 def _debug() -> bool:
@@ -78,9 +96,26 @@ def _debug() -> bool:
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", message="%(prog)s %(version)s", prog_name="drivetrain")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Run one training loop on any number of devices, under any installed backend.
 
     Settings come from a YAML file, DRIVETRAIN_* variables and flags, in ascending order of precedence. Errors are shown
     with their traceback if DRIVETRAIN_DEBUG=1.
     """
+    if os.environ.get("NO_COLOR"):
+        ctx.color = False
+    ctx.with_resource(warnings.catch_warnings())
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as a command's own words, without the line of the library that it comes from."""
+    click.echo(f"Warning: {message}", err=True)

@@ -72,19 +72,12 @@ def conform(
 
 
 def _settings(assignments: tuple[str, ...]) -> dict[str, Any]:
-    """``section.key=value`` as nested settings, the values read as in the YAML."""
-    import yaml
+    """``section.key=value`` as nested settings, the values read as everywhere on the command line."""
+    from drivetrain.cli.options import command_line
+    from drivetrain.config.layers import from_arguments
+    from drivetrain.config.values import Origin, plain
 
-    settings: dict[str, Any] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals or not key.strip():
-            raise click.BadParameter(f"{assignment!r} is no KEY=VALUE", param_hint="'--set'")
-        *path, last = key.strip().split(".")
-        table = settings
-        for name in path:
-            table = table.setdefault(name, {})
-        table[last] = yaml.safe_load(value)
+    settings: dict[str, Any] = plain(from_arguments(command_line({}, assignments), Origin("command line")))
     return settings
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,11 +20,18 @@ __all__ = ["doctor"]
 _STATES = {True: ("ok", "green"), False: ("BAD", "red"), None: ("-", None)}
 
 
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of seconds that can be waited", ctx, param)
+    return value
+
+
 @click.command()
 @json_option
 @option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_finite,
     default=30.0,
     show_default=True,
     metavar="SECONDS",
@@ -35,12 +44,13 @@ def doctor(as_json: bool, timeout: float) -> None:
     """
     from drivetrain.doctor import examine_all
 
-    if as_json:
-        rows = list(examine_all(timeout))
-        _print_json(rows)
-    else:
-        click.echo("looking at everything that is installed, each plugin in a process of its own", err=True)
-        rows = list(_printed(examine_all(timeout)))
+    with contextlib.closing(examine_all(timeout)) as examined:
+        if as_json:
+            rows = list(examined)
+            _print_json(rows)
+        else:
+            click.echo("looking at everything that is installed, each plugin in a process of its own", err=True)
+            rows = list(_printed(examined))
     if any(row.check.ok is False for row in rows):
         raise SystemExit(1)
 

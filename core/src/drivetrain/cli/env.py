@@ -75,9 +75,12 @@ def _devices() -> dict[str, str]:
 
 def _variables() -> dict[str, str]:
     """Variables that change what a run does. Values of sections are left out: they may be keys of a service."""
-    names = [name for name in sorted(os.environ) if name.startswith("DRIVETRAIN_")]
-    names += [name for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
-    return {name: "(set)" if "__" in name else os.environ[name] for name in names}
+    from drivetrain.config.schema import field_names
+
+    ours = [name for name in sorted(os.environ) if name.startswith("DRIVETRAIN_")]
+    plain = {f"DRIVETRAIN_{key}" for key in ("CONFIG", "HOME", "RESOLVED", *map(str.upper, field_names()))}
+    foreign = [name for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
+    return {name: os.environ[name] if name in plain or name in foreign else "(set)" for name in (*ours, *foreign)}
 
 
 def _settings(config_file: str | None, assignments: tuple[str, ...]) -> dict[str, str]:

@@ -28,6 +28,9 @@ _USED = "drivetrain.used_backends"
 _TEE_NUMBERS = {"0": "none", "1": "stdout", "2": "stderr", "3": "all"}
 """How torch's own launcher writes which streams to copy."""
 
+_MOST_RANKS = 64
+"""Whose environment a dry run shows."""
+
 _SEVERAL_FLAGS = ("multi_gpu", "multi_cpu")
 """Flags of older launch commands, in scripts that people have."""
 
@@ -197,10 +200,13 @@ def _environment_rows(prepared: Prepared) -> list[tuple[str, str, str]]:
 
     plan = prepared.plan
     count = plan.processes or 1
-    places = [rank_environment(local, count, plan.machine_rank, plan.machines) for local in range(count)]
+    shown = range(min(count, _MOST_RANKS))
+    places = [rank_environment(local, count, plan.machine_rank, plan.machines) for local in shown]
     common = process_environment(plan, "the settings below, in a file of this run")
     common |= {name: value for name, value in places[0].items() if all(place[name] == value for place in places)}
     rows = [(name, value, "every process") for name, value in sorted(common.items())]
     for place in places:
         rows += [(name, value, f"rank {place['RANK']}") for name, value in place.items() if name not in common]
+    if count > len(places):
+        rows.append(("...", "", f"{count - len(places)} more ranks"))
     return rows

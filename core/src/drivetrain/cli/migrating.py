@@ -32,18 +32,16 @@ def problems_in(text: str, name: str) -> list[str]:
         text: Its content.
         name: What it is called in messages.
     """
-    from drivetrain.checking import problems_of
+    from drivetrain.checking import contradictions, problems_of
     from drivetrain.config.reader import parse
-    from drivetrain.config.resolved import Resolved
-    from drivetrain.config.sections import check_top_level, installed_sections
+    from drivetrain.config.resolve import merged_layers
     from drivetrain.config.values import Origin, Table, Value
     from drivetrain.errors import ConfigError
 
-    problems: list[str] = []
     try:
         layer = parse(text, lambda mark: Origin("file", name, mark.line + 1, mark.column + 1))
         layer = layer or Value(Table(), Origin("file", name))
-        check_top_level(layer, installed_sections, problems)
-        return problems or problems_of(Resolved(layers=(layer,), config_file=name))
+        resolved = merged_layers((layer,), name)
+        return [*problems_of(resolved), *contradictions(resolved)]
     except ConfigError as error:
-        return [*problems, str(error)]
+        return [str(error)]

@@ -12,7 +12,9 @@ import click
 
 from drivetrain import __version__
 from drivetrain.cli.options import option
+from drivetrain.config.files import expanded
 from drivetrain.discovery import CORE, GROUPS, entries, extras
+from drivetrain.errors import DrivetrainError
 
 __all__ = ["new_plugin"]
 
@@ -32,13 +34,11 @@ def new_plugin(name: str, role: str, directory: str | None, author: str | None) 
     As it is written it trains, and passes the conformance kit on a CPU machine. What is to be filled in is said in it.
     """
     _check_name(name)
-    folder = Path(directory or f"{CORE}-{name}").expanduser()
+    folder = expanded(directory or f"{CORE}-{name}")
     _check_folder(folder)
     files = _files(name, role, author or f"The authors of {CORE}-{name}")
     for path, text in files.items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, "utf-8")
+        _write(folder / path, text)
     click.echo(f"wrote {len(files)} files into {folder}. Next:\n")
     click.echo(f"  cd {folder}\n  pip install -e '.[test]'\n  drivetrain plugins\n{_conform(name, role)}\n")
     click.echo("README.md says what to fill in, and docs/plugins.md of Drivetrain the whole way to a release.")
@@ -84,6 +84,14 @@ def _check_folder(folder: Path) -> None:
         raise click.BadParameter(
             f"{folder} exists and is not an empty folder; nothing was written", param_hint="--directory"
         )
+
+
+def _write(target: Path, text: str) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, "utf-8")
+    except OSError as error:
+        raise DrivetrainError(f"{target} can't be written: {error.strerror}") from error
 
 
 def _package(name: str) -> str:

@@ -10,6 +10,7 @@ import attrs
 import click
 
 from drivetrain.config.schema import RunConfig, field_names, help_text
+from drivetrain.config.values import read_scalar
 
 __all__ = [
     "BothSpellings",
@@ -58,8 +59,20 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
 
 def config_file_option(function: F) -> F:
     """``--config_file``, also as ``--config``."""
-    text = "File of settings; else $DRIVETRAIN_CONFIG, else the default file."
-    return option("--config_file", "--config", "config_file", metavar="FILE", help=text)(function)
+    text = "File of settings; else $DRIVETRAIN_CONFIG, else default_config.yaml in $DRIVETRAIN_HOME or "
+    text += "~/.config/drivetrain."
+    return _single("--config_file", "--config", "config_file", metavar="FILE", help=text)(function)
+
+
+def _single(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """An option that takes one value. Given twice with two, it is an error: the first would be lost without a word."""
+
+    def one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
+        if len(set(values)) > 1:
+            raise click.BadParameter(f"is given twice: {values[0]!r} and {values[-1]!r}", ctx, param)
+        return values[0] if values else None
+
+    return option(*names, multiple=True, callback=one, **attributes)
 
 
 def set_option(function: F) -> F:
@@ -83,7 +96,7 @@ def setting_option(key: str, *names: str) -> Callable[[F], F]:
     hint = typing.get_type_hints(RunConfig)[key]
     if hint is bool:
         return option(f"--{key}/--no_{key}", *names, key, default=None, help=help_text(key))
-    return option(f"--{key}", *names, key, metavar=_metavar(hint), help=help_text(key))
+    return _single(f"--{key}", *names, key, metavar=_metavar(hint), help=help_text(key))
 
 
 def _metavar(hint: Any) -> str:
@@ -127,7 +140,12 @@ def command_line(flags: Mapping[str, Any], assignments: Sequence[str] = ()) -> d
         key = key.strip()
         if not equals or not key:
             raise click.BadParameter(f"{assignment!r} is no KEY=VALUE", param_hint="'--set'")
-        if str(given.get(key, value)) != value:
+        if given.get(key, value) != value and _meaning(given[key]) != _meaning(value):
             raise click.BadParameter(f"{key} is given twice: {given[key]!r} and {value!r}", param_hint="'--set'")
         given[key] = value
     return given
+
+
+def _meaning(value: Any) -> Any:
+    """A value of the command line as it will be read, to compare different spellings of it."""
+    return read_scalar(value) if isinstance(value, str) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ def test(config_file: str | None, cpu: bool, assignments: tuple[str, ...], **fla
     Ends with an exit code above 0 if the world is not what was asked for, or anything in it gives a wrong result.
     """
     from drivetrain.config import resolve
+    from drivetrain.launch.elastic import run_folder
     from drivetrain.launch.prepare import launcher_environment
     from drivetrain.launch.script import ready, run
 
@@ -41,12 +41,12 @@ def test(config_file: str | None, cpu: bool, assignments: tuple[str, ...], **fla
         raise click.UsageError(f"--cpu and --device ({flags['device']}) contradict each other")
     flags["device"] = "cpu" if cpu else flags["device"]
     resolved = resolve(config_file, command_line(flags, assignments), environment=launcher_environment())
-    with tempfile.TemporaryDirectory(prefix="drivetrain-test-") as folder:
-        prepared = ready(resolved, "drivetrain.testing.smoke", [folder], module=True)
+    with run_folder() as folder:
+        prepared = ready(resolved, "drivetrain.testing.smoke", [str(folder)], module=True)
         for note in prepared.notes:
             click.echo(f"drivetrain test: {note}", err=True)
         code, _ = run(prepared, resolved)
-        lines = _lines(Path(folder))
+        lines = _lines(folder)
     if prepared.plan.machine_rank == 0:
         if code > _SIGNALLED:
             raise SystemExit(code)  # stopped from outside, which says nothing of the world
