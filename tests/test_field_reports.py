@@ -5,6 +5,7 @@ Everything that needs ranks runs on two real ones, in tasks that take millisecon
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import Accelerator, AutocastKwargs, DataLoaderConfiguration, PartialState, set_seed
+from drivetrain.launch import notebook_launcher
 from drivetrain.testing.pool import WorkerError
 
 
@@ -218,6 +220,27 @@ class NoHandler:
 def test_handlers_of_no_or_of_one_class_are_refused(handlers: list[Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Accelerator(cpu=True, kwargs_handlers=handlers)
+
+
+def test_scripts_may_give_the_arguments_of_the_notebook_launcher_by_position() -> None:
+    # In the order in which they have always been there: what comes later goes to the end.
+    assert list(inspect.signature(notebook_launcher).parameters) == [
+        "function",
+        "args",
+        "num_processes",
+        "mixed_precision",
+        "use_port",
+        "master_addr",
+        "node_rank",
+        "num_nodes",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_conf",
+        "rdzv_id",
+        "max_restarts",
+        "monitor_interval",
+        "log_line_prefix_template",
+    ]
 
 
 def who_am_i() -> tuple[str, int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, GradientAccumulationPlugin
+from drivetrain import Accelerator, GradientAccumulationPlugin, state
 from drivetrain.testing.logs import log_lines
 
 
@@ -284,3 +285,68 @@ def answer() -> list[Any]:
 def test_outputs_keep_their_type_and_have_the_dtype_that_was_asked_for(worker_pool: Any, output: str) -> None:
     (found,) = worker_pool(1).run(answer, config={"bf16": {"output": output}})
     assert found == ["Output", f"torch.{output}", f"torch.{output}", "torch.int64", [3.0] * 4]
+
+
+class TwoDtypes(nn.Module):
+    """Layers whose weights have different dtypes, as where a part was loaded in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Linear(2, 3)
+        self.narrow = nn.Linear(3, 1).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.whole(x).bfloat16()).float().square().mean()
+
+
+def two_dtypes() -> TwoDtypes:
+    torch.manual_seed(0)
+    return TwoDtypes()
+
+
+def rows(number: int) -> Tensor:
+    return torch.randn(2, 2, generator=torch.Generator().manual_seed(number))
+
+
+def train_two_dtypes() -> float:
+    """The loss on rows that were not trained on, after three steps."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = two_dtypes()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.5))
+    for step in range(3):
+        accelerator.backward(model(rows(2 * step + accelerator.process_index)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model(rows(9)).item()
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp1"])
+def test_weights_of_two_dtypes_train_together_in_half_precision(worker_pool: Any, backend: str) -> None:
+    model = two_dtypes()
+    before = model(rows(9)).item()
+    optimizer = SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        model(torch.cat([rows(2 * step), rows(2 * step + 1)])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    right = model(rows(9)).item()
+    assert abs(right - before) > 0.1
+    found = worker_pool(2).run(train_two_dtypes, config={"backend": backend})
+    assert found == [pytest.approx(right, abs=0.1 * abs(right - before))] * 2
+
+
+def load_half(directory: str) -> tuple[str, list[float]]:
+    """A checkpoint of half-precision weights, loaded into a model in full precision."""
+    accelerator = Accelerator(cpu=True)
+    saved = accelerator.prepare(nn.Linear(2, 1, bias=False).bfloat16())
+    nn.init.constant_(saved.weight, 0.5)
+    accelerator.save_state(directory)
+    state.reset()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1, bias=False))
+    accelerator.load_state(directory)
+    return str(model.weight.dtype), model.weight.flatten().tolist()
+
+
+def test_a_checkpoint_in_another_dtype_leaves_the_model_its_own(worker_pool: Any, tmp_path: Path) -> None:
+    assert worker_pool(1).run(load_half, str(tmp_path / "state")) == [("torch.float32", [0.5, 0.5])]

@@ -153,6 +153,11 @@ def test_a_file_that_contradicts_the_program_is_refused_on_every_rank(
         assert message in error.message
 
 
+def test_a_number_in_the_file_is_enough_for_batches_of_sizes_of_their_own(ranks: WorkerPool) -> None:
+    config = with_file(2, train_micro_batch_size_per_gpu=3)
+    assert ranks.run(mistake, "a batch sampler", size=2, config=config, timeout=LIMIT) == [None, None]
+
+
 def batch_sizes() -> tuple[int, int]:
     from drivetrain import Accelerator
 

@@ -253,6 +253,8 @@ def misuse(how: str) -> None:
         optimizer.step(lambda: loss_of(model, 0))
     if how == "the optimizer's own state":
         optimizer.state_dict()
+    if how == "the model inside of the engine":
+        accelerator.backward(loss_of(accelerator.unwrap_model(model), 0))
     accelerator.backward(loss_of(model, 0))
     if how == "clipping another's parameters":
         accelerator.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
@@ -272,6 +274,7 @@ def misuse(how: str) -> None:
         ("an optimizer after its model", "pass both to prepare in one call"),
         ("a closure", "closure"),
         ("the optimizer's own state", "accelerator.save_state()"),
+        ("the model inside of the engine", "come from outside of its forward"),
         ("clipping another's parameters", "2 of the 2 parameters to be clipped"),
         ("adding after clipping", "were clipped and not applied yet"),
         ("a group too many", "has 3 parameter groups, and had 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -61,9 +62,27 @@ def test_the_same_object_twice_in_one_call_is_refused() -> None:
         Accelerator(cpu=True).prepare(model, model)
 
 
-def test_device_placement_needs_one_entry_for_each_object() -> None:
-    with pytest.raises(ValueError, match="1 entries for 2 objects"):
-        Accelerator(cpu=True).prepare(nn.Linear(1, 1), numbers(1), device_placement=[True])
+@pytest.mark.parametrize("placement", [[True], True])
+def test_device_placement_needs_one_entry_for_each_object(placement: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be a list of one entry for each of 2 objects; got \[?True"):
+        Accelerator(cpu=True).prepare(nn.Linear(1, 1), numbers(1), device_placement=placement)
+
+
+@pytest.mark.parametrize("pack", [list, tuple, lambda things: dict(enumerate(things))])
+def test_a_container_of_what_could_be_prepared_is_refused(pack: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=r"argument 1 of prepare is a \w+ with a Linear in it.*prepare\(\*objects\)"):
+        accelerator.prepare(numbers(1), pack([3, nn.Linear(1, 1)]))
+    assert accelerator.prepare([1, "x"]) == [1, "x"]
+
+
+def test_clipping_by_value_without_gradients_does_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.clip_grad_value_(model.parameters(), 0.1)
+    accelerator.backward(100 * model(torch.ones(1, 1)).sum())
+    accelerator.clip_grad_value_(model.parameters(), 0.1)
+    assert model.weight.grad.item() == pytest.approx(0.1)
 
 
 # --------------------------------------------------------------------------------------------------------- accumulation
@@ -222,12 +241,15 @@ def test_unwrap_can_give_a_model_its_own_forward_back() -> None:
     assert bare(torch.ones(3, 2)).shape == (3, 4)
 
 
-def test_compiled_parts_do_not_show_in_parameter_names() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["a part", "the whole model"])
+def test_what_the_user_compiled_does_not_show_in_parameter_names(whole: bool) -> None:
     accelerator = Accelerator(cpu=True)
-    model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2))
-    made = accelerator.prepare(model)
+    compiled = nn.Linear(2, 2)
+    model = nn.Sequential(compiled if whole else torch.compile(compiled, backend="eager"), nn.Linear(2, 2))
+    made = accelerator.prepare(torch.compile(model, backend="eager") if whole else model)
     assert accelerator.unwrap_model(made) is made
-    accelerator.unwrap_model(made, keep_torch_compile=False)
+    assert accelerator.unwrap_model(made, keep_torch_compile=False) is model
+    assert list(accelerator.get_state_dict(made)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 # ----------------------------------------------------------------------------------------------------- loops gone wrong

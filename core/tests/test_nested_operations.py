@@ -13,6 +13,7 @@ from drivetrain.nested import (
     find_batch_size,
     find_device,
     honor_type,
+    leaves,
     listify,
     recursively_apply,
     send_to_device,
@@ -53,6 +54,25 @@ def test_objects_that_move_themselves_do():
             return moved
 
     assert send_to_device([Batch()], "meta")[0].device == "meta"
+
+
+def test_a_packed_sequence_keeps_what_must_stay_where_it_is():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    for batch in ({"x": packed}, [packed], Pair(packed, 1)):
+        moved = next(item for item in leaves(send_to_device(batch, "meta"), is_packed) if is_packed(item))
+        assert moved.data.device.type == "meta"
+        assert moved.batch_sizes.device.type == "cpu"
+
+
+def is_packed(item: object) -> bool:
+    return isinstance(item, torch.nn.utils.rnn.PackedSequence)
+
+
+def test_a_field_that_is_called_to_does_not_move_its_tuple():
+    Edge = namedtuple("Edge", ["to", "weight"])
+    moved = send_to_device(Edge(torch.ones(1), 2), "meta")
+    assert type(moved) is Edge
+    assert moved.to.device.type == "meta"
 
 
 def test_the_batch_size_is_that_of_the_first_tensor_with_rows():

@@ -94,6 +94,24 @@ def test_a_broken_tracker_is_fatal_by_name_and_left_out_of_all(site, caplog):
     assert "no such library" in caplog.text
 
 
+def test_a_tracker_that_can_not_start_is_fatal_by_name_and_left_out_of_all(open_site, tmp_path, caplog):
+    install_tracker(open_site)
+    without_engine = TRACKER.replace('"fake"', '"broken"').replace(
+        "made.append", "import no_such_engine_xyz; made.append"
+    )
+    install_tracker(open_site, "broken", without_engine)
+    accelerator = Accelerator(cpu=True, log_with=["broken"])
+    with pytest.raises(ImportError, match="no_such_engine_xyz"):
+        accelerator.init_trackers("project")
+    state.reset()
+    accelerator = Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    assert {"fake", "jsonl"} <= {tracker.name for tracker in accelerator.trackers}
+    assert "broken" not in accelerator.log_with
+    assert "log_with='all' leaves out broken: ModuleNotFoundError: No module named 'no_such_engine_xyz'" in caplog.text
+    accelerator.log({"loss": 1.0})
+
+
 def test_a_tracker_without_its_engine_is_refused_before_it_starts(site):
     install_tracker(site, module=TRACKER + "    requires = ('an-engine>=3',)\n")
     with pytest.raises(PluginError, match="needs an-engine>=3, which is not installed"):

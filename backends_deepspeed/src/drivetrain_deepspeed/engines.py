@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,13 @@ class Engines:
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
-        self._trained: WeakKeyDictionary[Any, Trained] = WeakKeyDictionary()
-        self._untrained: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
+        self._untrained: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Stage 3: engines without an optimizer."""
         self._reached: set[Any] = set()
         """Engines whose outputs the current backward has come to."""
+        self._touched: set[Any] = set()
+        """Engines whose parameters it has come to."""
 
     def add(self, engine: Any, trained: Trained | None) -> None:
         """Take an engine in.
@@ -56,6 +58,8 @@ class Engines:
         self._trained[engine] = trained
         engine.set_gradient_accumulation_boundary(False)
         engine.register_forward_hook(self._watch_outputs)
+        touch = functools.partial(self._touch, weakref.ref(engine))
+        trained.hooks = [p.register_hook(touch) for p in engine.module.parameters() if p.requires_grad]
 
     def engine_of(self, optimizer: Optimizer) -> Any:
         """The engine that steps an optimizer.
@@ -110,11 +114,16 @@ class Engines:
                 engine.optimizer.clear_backward_seen_flag()
         loss = self._scaled(loss, training)
         self._reached.clear()
+        self._touched.clear()
         with self._expecting_backward():
             loss.backward(**options)
         for engine in self._reached:
             self._trained[engine].pending = True
+        around = [engine for engine in self._touched if not self._trained[engine].pending]
         self._reached.clear()
+        self._touched.clear()
+        for engine in around:
+            self._refuse_going_around(engine)
 
     def _watch_outputs(self, engine: Any, args: Any, output: Any) -> None:
         """Note that a backward comes to an engine, once it does."""
@@ -127,6 +136,20 @@ class Engines:
             self._reached.add(engine)
             if self._trained[engine].complete:
                 self._reopen(engine)
+
+    def _touch(self, reference: weakref.ref[Any], gradient: Tensor) -> None:
+        """Note that a backward comes to parameters of an engine."""
+        engine = reference()
+        if engine in self._trained:
+            self._touched.add(engine)
+
+    def _refuse_going_around(self, engine: Any) -> None:
+        """The engine takes part in forward and backward alike: what it saw no forward of is lost to it."""
+        name = type(engine.module).__name__
+        raise DrivetrainError(
+            f"gradients of {name} come from outside of its forward, so that the engine would not train on them. "
+            f"Compute the loss in forward (which may call other methods), and call the model that prepare returned"
+        )
 
     def _reopen(self, engine: Any) -> None:
         """Go on adding to gradients that were completed already, for having been clipped."""
@@ -269,7 +292,9 @@ class Engines:
         """Let go of models: their engines can't be used afterwards."""
         for engine in filter(self.is_engine, models):
             engine.destroy()
-            self._trained.pop(engine, None)
+            trained = self._trained.pop(engine, None)
+            for hook in [] if trained is None else trained.hooks:
+                hook.remove()
             self._untrained.pop(engine, None)
 
     def close(self) -> None:

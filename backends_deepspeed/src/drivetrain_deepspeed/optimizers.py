@@ -37,6 +37,8 @@ class Trained:
     """Whether a backward left gradients that no update has used."""
     complete: bool = False
     """Whether these are reduced."""
+    hooks: list[Any] = attrs.field(factory=list)
+    """On the parameters, as long as the engine is in use."""
 
     def hand_over(self) -> None:
         """Give the engine the learning rates and other settings that the user sees."""

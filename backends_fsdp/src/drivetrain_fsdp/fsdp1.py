@@ -21,6 +21,7 @@ from drivetrain.nested import cast_floats
 from drivetrain.world import Run
 from drivetrain_backends.pieces import Piece, piece_of
 from drivetrain_fsdp.config import Fsdp1Config
+from drivetrain_fsdp.reduction import watch_outside_forward
 from drivetrain_fsdp.units import Plan
 from drivetrain_fsdp.values import bring
 
@@ -104,6 +105,9 @@ def wrap(run: Run, plan: Plan, config: Fsdp1Config) -> nn.Module:
     policy = config.mixed_precision_policy
     if policy is not None and policy.returned_dtype is not None:
         outermost.returned_dtype = getattr(torch, policy.returned_dtype)
+    left = set(map(id, whole))
+    cut = [(name, parameter) for name, parameter in outermost.named_parameters() if id(parameter) not in left]
+    watch_outside_forward(type(model).__name__, cut)
     return outermost
 
 

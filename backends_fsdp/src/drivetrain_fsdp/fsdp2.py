@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,17 +11,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigError
-from drivetrain.logging import get_logger
 from drivetrain.world import Run
 from drivetrain_backends.pieces import piece_of
 from drivetrain_fsdp import gathering
 from drivetrain_fsdp.config import FsdpConfig
+from drivetrain_fsdp.reduction import watch_outside_forward
 from drivetrain_fsdp.units import Plan
 from drivetrain_fsdp.values import bring
 
 __all__ = ["check", "discard_unreduced", "local", "locate", "refresh", "switch", "unwrap", "wrap"]
-
-logger = get_logger("drivetrain.fsdp")
 
 FROZEN_COUNTS = False
 """Frozen parameters of a unit may be of another dtype than its trained ones."""
@@ -70,35 +67,10 @@ def wrap(run: Run, plan: Plan, config: FsdpConfig) -> nn.Module:
         for unit in (*plan.units, model):
             unit.set_force_sum_reduction_for_comms(True)  # and divides: not every communication library has a mean
     model.register_forward_hook(_free_after_evaluation)
-    _watch_outside_forward(model)
+    cut = {id(held.sharded_param) for held in _held([model])}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in cut]
+    watch_outside_forward(type(model).__name__.removeprefix("FSDP"), named)
     return model
-
-
-def _watch_outside_forward(model: nn.Module) -> None:
-    """Say once when gradients are computed on cut parameters themselves, which forward never does.
-
-    torch's backward sets their ``.grad`` after reducing it; autograd only reaches them from code outside of forward. A
-    penalty on the weights may do that. A loss computed by another method may not, and nothing else would tell.
-    """
-    handles: list[Any] = []
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def say(name: str, gradient: Tensor) -> None:
-        for handle in handles:
-            handle.remove()
-        logger.warning(
-            "a gradient of %s, a sharded parameter of %s, was computed outside of the model's forward, where nothing "
-            "is averaged over the ranks. That is right for a penalty that is the same on all of them; a loss must be "
-            "computed by calling model(...), not a method of it",
-            name,
-            type(model).__name__.removeprefix("FSDP"),
-        )
-
-    for held in _held([model]):
-        parameter = held.sharded_param
-        if parameter.requires_grad:
-            # Not register_post_accumulate_grad_hook: torch calls those itself after it has reduced.
-            handles.append(parameter.register_hook(functools.partial(say, names[id(parameter)])))
 
 
 def _free_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from drivetrain.logging import get_logger
 from drivetrain.world import Run
 
-__all__ = ["Sharded", "average_in_backward", "switched"]
+__all__ = ["Sharded", "average_in_backward", "switched", "watch_outside_forward"]
+
+logger = get_logger("drivetrain.fsdp")
 
 
 @attrs.define(eq=False)
@@ -39,6 +44,35 @@ def average_in_backward(run: Run, sharded: Sharded) -> None:
     for parameter in sharded.whole:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(average)
+
+
+def watch_outside_forward(model: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Say once when gradients are computed on cut parameters themselves, which forward never does.
+
+    torch's backward sets their ``.grad`` after reducing it; autograd only reaches them from code outside of forward. A
+    penalty on the weights may do that. A loss computed by another method may not, and nothing else would tell.
+
+    Args:
+        model: Class of the user's module.
+        parameters: Those that were cut, by name.
+    """
+    handles: list[Any] = []
+
+    def say(name: str, gradient: Tensor) -> None:
+        for handle in handles:
+            handle.remove()
+        logger.warning(
+            "a gradient of %s, a sharded parameter of %s, was computed outside of the model's forward, where nothing "
+            "is averaged over the ranks. That is right for a penalty that is the same on all of them; a loss must be "
+            "computed by calling model(...), not a method of it",
+            name,
+            model,
+        )
+
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            # Not register_post_accumulate_grad_hook: torch calls those itself after it has reduced.
+            handles.append(parameter.register_hook(functools.partial(say, name)))
 
 
 @contextlib.contextmanager

@@ -1,19 +1,17 @@
-"""Collectives on nested data, over the run's hooks. Every rank calls them, with data of the same structure.
-
-Before a collective moves anything, ranks compare what they are about to send, so that a mismatch is the same clear
-error on all of them and not a hang. That costs one exchange of eight bytes; ``check_collectives: false`` leaves it out.
-"""
+"""Collectives on nested data, over the run's hooks. Every rank calls them, with data of the same structure."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drivetrain.errors import CollectiveMismatchError, DrivetrainError
+from drivetrain.mismatch import check, describe, describe_dimensions, is_array, is_plain_list, shape, shape_of_rows
 from drivetrain.nested import leaves, map_leaves, map_tensors
 
 if TYPE_CHECKING:
@@ -33,66 +31,32 @@ __all__ = [
 ]
 
 
-def _describe(data: Any) -> list[str]:
-    """What must agree between ranks: for each leaf its shape and dtype, or its type. None stands for no data."""
-    return _each(data, lambda tensor: f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+def _is_any_list(data: Any) -> bool:
+    return isinstance(data, (list, tuple))
 
 
-def _describe_dimensions(data: Any) -> list[str]:
-    """The same where shapes may differ, but not in the number of dimensions."""
-    return _each(data, lambda tensor: f"{tensor.ndim}-d")
+def _is_list_of_samples(data: Any, samples: int | None) -> bool:
+    """Whether this is a list of one value a sample, where a value may be nested too: the words of a text, say.
 
-
-def _each(data: Any, describe: Callable[[Tensor], str]) -> list[str]:
-    """A text for each leaf, with its keys: ranks may have filled a mapping in different orders."""
-    if data is None:
-        return []
-    if isinstance(data, Mapping):
-        return [f"{key}: {text}" for key, value in data.items() for text in _each(value, describe) or ["None"]]
-    return [
-        describe(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves(data, _is_plain_list)
-    ]
-
-
-def check(run: Run, what: str, data: Any, describe: Callable[[Any], list[str]] = _describe) -> None:
-    """Make sure that all ranks are about to do the same.
-
-    Args:
-        run: The run.
-        what: The collective, with all that must be the same in its arguments.
-        data: What this rank brings.
-        describe: What must agree of the data, a text for each leaf.
-
-    Raises:
-        CollectiveMismatchError: On every rank, naming what each has.
+    A list of several fields, each a list of one value a sample, looks alike. Where the number of samples is known it
+    tells them apart; the tuples that torch's collate function makes of fields are always as long.
     """
-    if run.world.size == 1 or not run.config.check_collectives:
-        return
-    described = describe(data)
-    digest = hashlib.blake2b("\n".join([what, *described]).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], dtype=torch.int64, device=run.world.device)
-    everyone = run.hooks.all_gather(run=run, tensor=mine, group=None)
-    if bool((everyone == everyone[0]).all()):
-        return
-    rows = run.hooks.all_gather_object(run=run, value=(what, described), group=None)
-    listing = "\n".join(
-        f"  rank {rank}: {name}{' of ' if parts else ''}{', '.join(parts)}" for rank, (name, parts) in enumerate(rows)
-    )
-    if len({name for name, _ in rows}) > 1:
-        raise CollectiveMismatchError(
-            f"ranks came to different collectives; every rank must make the same calls in the same order:\n{listing}"
-        )
-    needs = "shapes and dtypes (pad_across_processes makes shapes equal)" if describe is _describe else "dimensions"
-    raise CollectiveMismatchError(
-        f"ranks came to {what} with different data; all need the same structure, {needs}:\n{listing}"
-    )
+    if is_plain_list(data):
+        return True
+    if type(data) is not list or any(is_array(leaf) for leaf in leaves(data)):
+        return False
+    lengths = {len(item) if type(item) in (list, tuple) else None for item in data}
+    if samples is None or None in lengths or len(lengths) > 1:
+        return True
+    return len(data) == samples and not (type(data[0]) is tuple and len(data[0]) == samples)
 
 
 def gather(run: Run, data: Any, rows: Rows | None = None) -> Any:
-    """Tensors of all ranks joined along the first dimension in rank order, in the structure they came in.
+    """Tensors and arrays of all ranks joined along the first dimension in rank order, in the structure they came in.
 
-    A 0-d tensor becomes one of shape ``(size,)``. Lists of plain values are joined in the same way; any other leaf
-    becomes the list of all ranks' values.
+    A 0-d tensor becomes one of shape ``(size,)``. Lists without tensors in them are joined too, and any other leaf
+    becomes the list of all ranks' values. Lists in a tuple are fields, each joined with its like; so are several of one
+    length in a list, if ``rows`` says that there is not one for each sample.
 
     Args:
         run: The run.
@@ -102,27 +66,67 @@ def gather(run: Run, data: Any, rows: Rows | None = None) -> Any:
     Raises:
         CollectiveMismatchError: Structure, shapes or dtypes differ between ranks.
     """
-    check(run, "gather", data)
+    is_leaf = functools.partial(_is_list_of_samples, samples=None if rows is None else rows.own)
+    varied = rows is not None and len(set(rows.of_processes(run.world))) > 1
+    describer = functools.partial(describe, is_leaf=is_leaf, of_array=shape_of_rows if varied else shape)
+    check(run, "gather", data, describer)
 
     def join(leaf: Any) -> Any:
+        has_rows = leaf.ndim > 0 if is_array(leaf) else is_leaf(leaf)
         if isinstance(leaf, Tensor):
-            stacked = run.hooks.all_gather(run=run, tensor=leaf.detach().contiguous(), group=None)
-            joined = stacked if leaf.ndim == 0 else stacked.reshape(-1, *leaf.shape[1:])
-            return joined if rows is None or leaf.ndim == 0 else rows.trim(joined, leaf.shape[0])
-        parts = run.hooks.all_gather_object(run=run, value=leaf, group=None)
-        if not _is_plain_list(leaf):
-            return parts
-        joined = type(leaf)(item for part in parts for item in part)
-        return joined if rows is None else rows.trim(joined, len(leaf))
+            lengths = _lengths(run, leaf) if varied and has_rows else None
+            joined = _join_tensors(run, leaf, lengths)
+        else:
+            parts = run.hooks.all_gather_object(run=run, value=leaf, group=None)
+            lengths = [len(part) for part in parts] if varied and has_rows else None
+            joined = _join_objects(parts, has_rows)
+        if rows is None or not has_rows:
+            return joined
+        if lengths is not None and not rows.are_followed_by(lengths, run.world):
+            _check_lengths(leaf, lengths, rows.of_processes(run.world))
+            return joined
+        return rows.trim(joined, len(leaf))
 
-    return map_leaves(join, data, _is_plain_list)
+    return map_leaves(join, data, is_leaf)
 
 
-def _is_plain_list(data: Any) -> bool:
-    """Whether this is a list of one value a sample, as collate functions make of strings."""
-    return type(data) in (list, tuple) and all(
-        item is None or isinstance(item, (str, bytes, int, float, bool)) for item in data
-    )
+def _check_lengths(leaf: Any, lengths: Sequence[int], batches: Sequence[int]) -> None:
+    """Refuse tensors and arrays of lengths that follow neither the batches nor each other."""
+    if is_array(leaf) and len(set(lengths)) > 1:
+        listing = "\n".join(
+            f"  rank {rank}: {length} of a batch of {batch}"
+            for rank, (length, batch) in enumerate(zip(lengths, batches, strict=True))
+        )
+        raise CollectiveMismatchError(
+            f"ranks came to gather with different numbers of rows, which are not as many for each sample:\n{listing}"
+        )
+
+
+def _lengths(run: Run, tensor: Tensor) -> list[int]:
+    """The first dimension of a tensor on each rank."""
+    mine = torch.tensor([len(tensor)], dtype=torch.int64, device=run.world.device)
+    lengths: list[int] = run.hooks.all_gather(run=run, tensor=mine, group=None).flatten().tolist()
+    return lengths
+
+
+def _join_tensors(run: Run, tensor: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """Tensors of all ranks along the first dimension; None stands for equal lengths."""
+    tensor = tensor.detach().contiguous()
+    if lengths is None or len(set(lengths)) == 1:
+        stacked: Tensor = run.hooks.all_gather(run=run, tensor=tensor, group=None)
+        return stacked if tensor.ndim == 0 else stacked.reshape(-1, *tensor.shape[1:])
+    filled = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+    filled[: len(tensor)] = tensor
+    stacked = run.hooks.all_gather(run=run, tensor=filled, group=None)
+    return torch.cat([part[:length] for part, length in zip(stacked, lengths, strict=True)])
+
+
+def _join_objects(parts: Sequence[Any], has_rows: bool) -> Any:
+    """Lists and arrays of all ranks as one, of anything else a list."""
+    first = parts[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts) if has_rows else np.stack(parts)
+    return type(first)(item for part in parts for item in part) if has_rows else parts
 
 
 def gather_object(run: Run, data: Any, rows: Rows | None = None) -> list[Any]:
@@ -146,11 +150,13 @@ def reduce(
     The mean of integers is a float tensor, on one process as on several.
 
     Raises:
+        TypeError: There is something else than tensors (and None) in the data.
         ValueError: The reduction is none of the five.
     """
     if reduction not in _OPERATIONS:
         raise ValueError(f"reduction must be one of {', '.join(_OPERATIONS)}; got {reduction!r}")
     check(run, f"reduce ({reduction})", data)
+    _check_tensors("reduce", data, "make tensors of numbers")
 
     def one(tensor: Tensor) -> Tensor:
         if reduction == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -163,9 +169,14 @@ def reduce(
 
 
 def broadcast(run: Run, data: Any, from_process: int = 0) -> Any:
-    """The source rank's tensors on every rank, in the structure given."""
+    """The source rank's tensors on every rank, in the structure given.
+
+    Raises:
+        TypeError: There is something else than tensors (and None) in the data.
+    """
     _check_source(run, from_process)
     check(run, f"broadcast from {from_process}", data)
+    _check_tensors("broadcast", data, "broadcast_object_list sends other objects")
     return map_tensors(
         lambda tensor: run.hooks.broadcast(run=run, tensor=tensor, source=from_process, group=None), data
     )
@@ -177,6 +188,13 @@ def broadcast_object_list(run: Run, objects: list[Any], from_process: int = 0) -
     check(run, f"broadcast_object_list from {from_process}", None)
     objects[:] = run.hooks.broadcast_object(run=run, value=objects, source=from_process, group=None)
     return objects
+
+
+def _check_tensors(what: str, data: Any, cure: str) -> None:
+    """Refuse what would come back as it went in, each rank's own, as if it were the same everywhere."""
+    others = [leaf for leaf in leaves(data) if not isinstance(leaf, Tensor) and leaf is not None]
+    if others:
+        raise TypeError(f"{what} takes tensors, and there is a {type(others[0]).__name__} in the data; {cure}")
 
 
 def _check_source(run: Run, source: int) -> None:
@@ -195,29 +213,31 @@ def wait_for_everyone(run: Run) -> None:
 
 
 def pad_across_processes(run: Run, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad every tensor along ``dim`` to the largest size any rank has, dtypes kept.
+    """Pad every tensor and array along ``dim`` to the largest size any rank has, dtypes kept.
 
-    Tensors without that dimension stay as they are.
+    Those without that dimension stay as they are.
     """
     if run.world.size == 1:
         return data
-    check(run, "pad_across_processes", data, _describe_dimensions)
+    check(run, "pad_across_processes", data, describe_dimensions)
 
-    def pad(tensor: Tensor) -> Tensor:
-        if not -tensor.ndim <= dim < tensor.ndim:
-            return tensor
-        sizes = torch.tensor([tensor.shape[dim]], dtype=torch.int64, device=run.world.device)
+    def pad(leaf: Any) -> Any:
+        if not is_array(leaf) or not -leaf.ndim <= dim < leaf.ndim:
+            return leaf
+        sizes = torch.tensor([leaf.shape[dim]], dtype=torch.int64, device=run.world.device)
         largest = int(run.hooks.all_reduce(run=run, tensor=sizes, op="max", group=None))
-        if largest == tensor.shape[dim]:
-            return tensor
-        shape = list(tensor.shape)
+        if largest == leaf.shape[dim]:
+            return leaf
+        shape = list(leaf.shape)
         shape[dim] = largest
-        padded = tensor.new_full(shape, pad_index)
-        start = largest - tensor.shape[dim] if pad_first else 0
-        padded.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
+        padded = leaf.new_full(shape, pad_index) if isinstance(leaf, Tensor) else np.full(shape, pad_index, leaf.dtype)
+        start = largest - leaf.shape[dim] if pad_first else 0
+        place = [slice(None)] * leaf.ndim
+        place[dim] = slice(start, start + leaf.shape[dim])
+        padded[tuple(place)] = leaf
         return padded
 
-    return map_tensors(pad, data)
+    return map_leaves(pad, data)
 
 
 class CollectivesMixin:
@@ -227,7 +247,7 @@ class CollectivesMixin:
     gate: Accumulation
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks joined along the first dimension; nested data keeps its structure.
+        """Tensors and arrays of all ranks joined along the first dimension; nested data keeps its structure.
 
         Raises:
             CollectiveMismatchError: Shapes or dtypes differ between ranks; the same on all of them.
@@ -238,11 +258,21 @@ class CollectivesMixin:
         """``gather`` without the samples that were repeated to give every rank as many batches.
 
         Args:
-            input_data: One row for each sample of the current batch in the first dimension (or a fixed number of
-                rows). Values that are not per sample, such as a 0-d loss, are gathered whole.
+            input_data: Tensors, arrays or lists with one row for each sample of the current batch (or a fixed number of
+                rows). Values that are not per sample, such as a 0-d loss, are gathered whole. Of a value repeated for
+                a full batch, such as ``loss.repeat(batch_size)``, a shorter batch keeps one row for each sample.
             use_gather_object: Gather lists of picklable objects, one item for each sample.
+
+        Raises:
+            CollectiveMismatchError: Structure, shapes or dtypes differ between ranks.
+            DrivetrainError: ``even_batches`` is off, and left a rank without a batch in this round.
         """
-        rows = getattr(self.gate.frame.loader, "rows", None)
+        loader = self.gate.frame.loader
+        rows = getattr(loader, "rows", None)
+        if rows is not None:
+            rows.check_all_have_some(self.run.world)
+            is_list = _is_any_list if use_gather_object else is_plain_list
+            input_data = loader.full_batches.fit(input_data, rows.own, loader.batch_size, is_list)
         if use_gather_object:
             return gather_object(self.run, input_data, rows)
         return gather(self.run, input_data, rows)
@@ -252,5 +282,5 @@ class CollectivesMixin:
         return reduce(self.run, tensor, reduction, scale)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along ``dim`` to the largest size any rank has."""
+        """Pad tensors and arrays along ``dim`` to the largest size any rank has."""
         return pad_across_processes(self.run, tensor, dim, pad_index, pad_first)

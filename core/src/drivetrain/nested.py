@@ -171,6 +171,8 @@ def send_to_device(
 ) -> Any:
     """Nested data with every tensor, and every object with a ``to`` of its own, on a device.
 
+    Tuples and dataclasses with a ``to`` move themselves too: a ``PackedSequence`` knows which of its tensors must stay.
+
     Args:
         tensor: Any nesting.
         device: As ``Tensor.to`` takes it.
@@ -186,8 +188,13 @@ def send_to_device(
             return _rebuild_mapping(leaf, {key: item if key in skipped else walk(item) for key, item in leaf.items()})
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
+    def is_leaf(item: Any) -> bool:
+        if isinstance(item, Mapping):
+            return bool(skipped)
+        return callable(getattr(type(item), "to", None))  # of its class: a field may be called so too
+
     def walk(data: Any) -> Any:
-        return map_leaves(move, data, (lambda item: isinstance(item, Mapping)) if skipped else None)
+        return map_leaves(move, data, is_leaf)
 
     return walk(tensor)
 

@@ -33,7 +33,7 @@ def _run() -> Run:
 
 
 def gather(tensor: Any) -> Any:
-    """Tensors of all ranks joined along the first dimension; nested data keeps its structure.
+    """Tensors and arrays of all ranks joined along the first dimension; nested data keeps its structure.
 
     Raises:
         CollectiveMismatchError: Shapes or dtypes differ between ranks; the same on all of them.
@@ -65,7 +65,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad tensors along ``dim`` to the largest size any rank has, so that they can be gathered."""
+    """Pad tensors and arrays along ``dim`` to the largest size any rank has, so that they can be gathered."""
     return collectives.pad_across_processes(_run(), tensor, dim, pad_index, pad_first)
 
 

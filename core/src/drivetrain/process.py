@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain import collectives
+from drivetrain import mismatch
+from drivetrain.elsewhere import KnownElsewhere
 
 if TYPE_CHECKING:
     from drivetrain.distributed_type import DistributedType
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ProcessMixin"]
 
 
-class ProcessMixin:
+class ProcessMixin(KnownElsewhere):
     """Process properties and helpers; see :class:`drivetrain.PartialState` for what each does."""
 
     run: Run
@@ -136,7 +137,7 @@ class ProcessMixin:
 
     def check_trigger(self) -> bool:
         """Whether any process has raised the flag since the last time. Lowers it. Every process must call this."""
-        collectives.check(self.run, "check_trigger", None)
+        mismatch.check(self.run, "check_trigger", None)
         mine = torch.tensor([self._triggered], dtype=torch.int64, device=self.run.world.device)
         raised = self.run.hooks.all_reduce(run=self.run, tensor=mine, op="max", group=None)
         self._triggered = False

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
+
+from drivetrain.errors import DrivetrainError
+
+if TYPE_CHECKING:
+    from drivetrain.world import World
 
 __all__ = ["Rows"]
 
@@ -30,6 +36,37 @@ class Rows:
     def complete(self) -> bool:
         """Whether nothing is repeated in this round."""
         return self.real == self.sizes
+
+    def of_processes(self, world: World) -> list[int]:
+        """Rows of each process's batch; empty if shards and processes do not go together."""
+        if len(self.sizes) != world.size * world.feeds:
+            return []
+        return [sum(self.sizes[first : first + world.feeds]) for first in range(0, len(self.sizes), world.feeds)]
+
+    def are_followed_by(self, lengths: Sequence[int], world: World) -> bool:
+        """Whether each process has as many entries for each of its rows as the others have.
+
+        Args:
+            lengths: Entries of each process.
+            world: The run's.
+        """
+        batches = self.of_processes(world)
+        per_row = sum(lengths) // sum(batches)
+        return per_row > 0 and [rows * per_row for rows in batches] == list(lengths)
+
+    def check_all_have_some(self, world: World) -> None:
+        """Refuse to wait for a rank that has no batch in this round, and so is somewhere else.
+
+        Raises:
+            DrivetrainError: There is one.
+        """
+        without = [rank for rank, size in enumerate(self.of_processes(world)) if not size]
+        if without:
+            raise DrivetrainError(
+                f"rank(s) {', '.join(map(str, without))} have no batch in this round, since even_batches is off, so "
+                f"nothing can be gathered from them. Leave it on where metrics are computed: gather_for_metrics drops "
+                f"the samples that it repeats"
+            )
 
     @property
     def total(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from drivetrain import registry
@@ -11,7 +12,7 @@ from drivetrain.errors import PluginError
 from drivetrain.requirements import unmet
 from drivetrain.tracking.tracker import GeneralTracker
 
-__all__ = ["choose"]
+__all__ = ["choose", "taken_along"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,14 @@ def choose(log_with: Any, logging_dir: Any) -> list[GeneralTracker | type[Genera
     if twice:
         raise ValueError(f"log_with has {', '.join(map(repr, twice))} more than once")
     return found
+
+
+def taken_along(log_with: Any, chosen: Sequence[GeneralTracker | type[GeneralTracker]]) -> set[str]:
+    """Names of those of the chosen trackers that only ``"all"`` asks for: the run can do without each of them."""
+    asked = list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
+    if _ALL not in asked:
+        return set()
+    return {tracker.name for tracker in chosen} - {item if isinstance(item, str) else item.name for item in asked}
 
 
 def _usable(logging_dir: Any) -> list[Any]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain import state
 from drivetrain.errors import DrivetrainError, add_note
-from drivetrain.tracking.choosing import choose
+from drivetrain.tracking.choosing import choose, taken_along
 from drivetrain.tracking.tracker import GeneralTracker, NoTracker
 
 if TYPE_CHECKING:
     from drivetrain.world import Run
 
 __all__ = ["TrackingMixin"]
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class TrackingMixin:
@@ -26,6 +30,7 @@ class TrackingMixin:
 
     def _set_up_tracking(self, log_with: Any, logging_dir: Any) -> None:
         self._chosen_trackers = choose(log_with, logging_dir)
+        self._dispensable = taken_along(log_with, self._chosen_trackers)
         self._logging_dir = logging_dir
         self._started = False
         self.trackers: list[GeneralTracker] = []
@@ -44,6 +49,8 @@ class TrackingMixin:
     ) -> None:
         """Start the trackers that ``log_with`` named. Needs no other process.
 
+        One that only ``"all"`` asked for and that can't start is left out with a warning.
+
         Args:
             project_name: Name of the project or run.
             config: Settings to store with the run.
@@ -60,23 +67,30 @@ class TrackingMixin:
         if unknown:
             raise ValueError(f"init_kwargs has {', '.join(unknown)}, but log_with has: {', '.join(self.log_with)}")
         self._started = True
-        for chosen in self._chosen_trackers:
+        for chosen in list(self._chosen_trackers):
             if chosen.main_process_only and self.run.world.rank != 0:
                 continue
-            _explained(chosen.name, functools.partial(self._begin, chosen, project_name, given, config))
+            try:
+                tracker = _explained(chosen.name, functools.partial(self._begin, chosen, project_name, given))
+            except Exception as error:
+                if chosen.name not in self._dispensable:
+                    raise
+                logger.warning("log_with='all' leaves out %s: %s: %s", chosen.name, type(error).__name__, error)
+                self._chosen_trackers.remove(chosen)
+                continue
+            self.trackers.append(tracker)
+            if config is not None:
+                _explained(chosen.name, functools.partial(tracker.store_init_configuration, config))
 
     def _begin(
         self,
         chosen: GeneralTracker | type[GeneralTracker],
         project_name: str,
         given: Mapping[str, Mapping[str, Any]],
-        config: Mapping[str, Any] | None,
-    ) -> None:
+    ) -> GeneralTracker:
         tracker: GeneralTracker = chosen if not inspect.isclass(chosen) else self._make(chosen, project_name, given)
         tracker.start()
-        self.trackers.append(tracker)
-        if config is not None:
-            tracker.store_init_configuration(config)
+        return tracker
 
     def _make(
         self, kind: type[GeneralTracker], project_name: str, given: Mapping[str, Mapping[str, Any]]
@@ -144,10 +158,10 @@ class TrackingMixin:
             raise failures[0]
 
 
-def _explained(name: str, call: Callable[[], None]) -> None:
+def _explained(name: str, call: Callable[[], _T]) -> _T:
     """Call, and note on an exception whose it is."""
     try:
-        call()
+        return call()
     except Exception as error:
         add_note(error, f"in tracker {name!r}")
         raise

@@ -20,6 +20,8 @@ class GeneralTracker:
     Only made where it is used: on the main process, unless ``main_process_only`` is False. The class must be importable
     without its engine, which :meth:`start` imports.
 
+    A class with an ``__init__`` of its own, whose objects are given to ``log_with``, need not hand anything on.
+
     Args:
         run_name: Name of the project.
         **options: The tracker's own, from its section of the YAML and from ``init_trackers(init_kwargs=...)``; and
@@ -40,7 +42,7 @@ class GeneralTracker:
         """Rows for ``drivetrain doctor``, beside those on :attr:`requires`. Must not raise, nor reach for a service."""
         return ()
 
-    def __init__(self, run_name: str, **options: Any) -> None:
+    def __init__(self, run_name: str = "", **options: Any) -> None:
         self.run_name = run_name
         self.options = options
 
