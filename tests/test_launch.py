@@ -291,6 +291,39 @@ def test_a_program_runs_as_it_is(launcher):
     assert (done.stdout, done.returncode) == ("0 --x\n", 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--num_processes", "1"], ["--num_processes", "2"]], ids=" ".join)
+def test_a_program_that_the_system_can_not_start_is_one_line(launcher, flags):
+    program = launcher.folder / "program"
+    program.write_text("echo no interpreter is named\n")
+    program.chmod(0o755)
+    done = launcher.run(*flags, "--no_python", "./program")
+    said = "Error: the processes can't be started: [Errno 8] Exec format error: './program'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+    assert launcher.leftovers() == []
+
+
+@pytest.mark.slow
+def test_a_launcher_whose_output_is_closed_still_tells_of_a_failure(launcher):
+    script = launcher.script("raise SystemExit(7)")
+    command = [sys.executable, "-m", "drivetrain", "launch", "--num_processes", "1", script]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        cwd=launcher.folder,
+        env=launcher.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 7
+    assert done.stderr.startswith("drivetrain launch: the process failed: exit code 7")
+
+
+def test_a_dry_run_of_very_many_ranks_shows_the_first_of_them(launcher):
+    done = launcher.run("--num_processes", "1000000", "--backend", "ddp", "--cpu", "--dry_run", launcher.script(""))
+    assert (done.returncode, "999936 more ranks" in done.stdout) == (0, True)
+
+
 def test_flags_beat_the_environment_which_beats_the_file(launcher):
     (launcher.folder / "run.yaml").write_text("mixed_precision: bf16\nnum_processes: 2\nlog_level: error\n")
     launcher.environment["DRIVETRAIN_LOG_LEVEL"] = "debug"

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.config import resolve
-from drivetrain.errors import ConfigError, LaunchError, PluginError
+from drivetrain.errors import ConfigError, DrivetrainError, LaunchError, PluginError
 from drivetrain.launch import worker
+from drivetrain.launch.elastic import run_folder
 from drivetrain.launch.environment import (
     libuv_environment,
     merge_environment,
@@ -27,7 +28,7 @@ from drivetrain.launch.faults import Death, Fault, first_fault, load_fault, save
 from drivetrain.launch.functions import function_environment
 from drivetrain.launch.plan import LaunchPlan, plan_launch, rendezvous_options
 from drivetrain.launch.ports import free_port, port_is_free
-from drivetrain.launch.prepare import check_target
+from drivetrain.launch.prepare import check_target, prepare
 
 
 def planned(**settings: object) -> LaunchPlan:
@@ -175,12 +176,58 @@ def test_a_missing_script_is_an_error_with_the_nearest_name(tmp_path: Path):
         ("train.py", {"module": True}, "wants the name of a module"),
         ("no-such-program-here", {"no_python": True}, "no program"),
         (".", {}, "folder without a __main__"),
+        ("x" * 300, {}, "can't be read: File name too long"),
+        ("", {"module": True}, "wants the name of a module"),
+        (".train", {"module": True}, "wants the name of a module"),
+        ("package..train", {"module": True}, "wants the name of a module"),
     ],
 )
 def test_what_can_not_be_run_is_found_before_anything_starts(script: str, options: dict[str, bool], message: str):
     plan = plan_launch(resolve(command_line={}, environment={}), script, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         check_target(plan)
+
+
+def test_a_script_in_a_folder_that_is_closed_to_us_says_so(monkeypatch: pytest.MonkeyPatch):
+    def closed(path: Path, **_: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    plan = plan_launch(resolve(command_line={}, environment={}), "closed/train.py")
+    monkeypatch.setattr(Path, "stat", closed)
+    with pytest.raises(ConfigError, match=r"script 'closed/train\.py' can't be read: Permission denied"):
+        check_target(plan)
+
+
+def test_a_script_is_missed_also_where_the_current_folder_has_been_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for options in ({}, {"module": True}):
+        plan = plan_launch(resolve(command_line={}, environment={}), "no_such_module_here", **options)
+        with pytest.raises(ConfigError, match="the current folder, which has been removed"):
+            check_target(plan)
+
+
+def test_no_room_for_temporary_files_says_how_to_name_some(monkeypatch: pytest.MonkeyPatch):
+    def none(**_: object) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.mkdtemp", none)
+    with (
+        pytest.raises(DrivetrainError, match=r"no temporary folder can be made: .*; TMPDIR names where"),
+        run_folder(),
+    ):
+        pass
+
+
+def test_fewer_device_numbers_than_processes_are_refused_before_anything_starts(tmp_path: Path):
+    settings = {"num_processes": 2, "backend": "ddp", "device": "cpu", "gpu_ids": "0"}
+    resolved = resolve(command_line=settings, environment={"DRIVETRAIN_HOME": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"gpu_ids names 1 CPU process\(s\) for 2 processes on this machine"):
+        prepare(resolved, plan_launch(resolved, "train.py"))
 
 
 def test_no_file_beside_the_worker_hides_a_module_of_pythons_own():
@@ -249,6 +296,12 @@ def test_a_fault_survives_the_runs_folder(tmp_path: Path):
     fault = Fault(rank=1, pid=2, time=3.0, exit_code=4, traceback="ümläut \udcff")
     save_fault(tmp_path, fault)
     assert load_fault(tmp_path) == fault
+
+
+def test_a_fault_that_was_not_saved_whole_is_none(tmp_path: Path):
+    for text in ("", '{"rank": 1', '{"rank": 1}', "[1]"):
+        (tmp_path / "first-fault.json").write_text(text)
+        assert load_fault(tmp_path) is None
 
 
 def test_the_summary_names_rank_signal_likely_cause_and_the_others():

@@ -93,6 +93,136 @@ def test_a_flag_that_one_rank_raises_is_seen_once_by_all(worker_pool: Any, ranks
     assert worker_pool(ranks).run(triggers) == [[False, True, False]] * ranks
 
 
+# ----------------------------------------------------------------------------------------------- states that come first
+
+
+def train_after_a_state(settings: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    from drivetrain import Accelerator, PartialState
+    from drivetrain.utils import gather_object
+
+    early = PartialState(cpu=True)
+    with early.main_process_first():
+        pass
+    ranks = gather_object([early.process_index])
+    accelerator = Accelerator(**settings)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(Values([1.0, 2.0, 3.0, 4.0]))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        accelerator.backward(model(x.unsqueeze(1)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    early.wait_for_everyone()
+    weights = accelerator.get_state_dict(model)  # whole on rank 0 at least
+    weight = weights["weight"].item() if accelerator.is_main_process else None
+    accelerator.end_training()
+    names = accelerator.run.names
+    left = dist.is_initialized()
+    return ranks, weight, names["precision"], names["backend"], early.process_index, left
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"mixed_precision": "bf16"}, {"backend": "fsdp"}, {"backend": "fsdp", "mixed_precision": "bf16"}]
+)
+def test_the_first_accelerator_says_how_to_compute_in_the_world_of_a_state(
+    worker_pool: Any, settings: dict[str, Any]
+) -> None:
+    expected = settings.get("mixed_precision", "no"), settings.get("backend", "ddp")
+    for rank, found in enumerate(worker_pool(2).run(train_after_a_state, settings)):
+        # w * x, and w is 0 at first: two updates, by the means of 1, 2 and of 3, 4
+        assert found == ([0, 1], None if rank else -5.0, *expected, rank, False)
+
+
+def handler_after_a_state() -> Any:
+    from drivetrain import Accelerator, DistributedDataParallelKwargs, PartialState
+
+    PartialState(cpu=True)
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    model = nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    prepared = accelerator.prepare(model)
+    for _ in range(2):  # a second forward fails where unused parameters were not looked for
+        accelerator.backward(prepared(torch.ones(1, 1)).sum())
+    return True
+
+
+def test_handlers_given_after_a_state_count(worker_pool: Any) -> None:
+    assert worker_pool(2).run(handler_after_a_state) == [True, True]
+
+
+def all_to_the_last(data: Any, part: slice, process_index: int, num_processes: int) -> Any:
+    return data[part.start :] if process_index == num_processes - 1 else data[:0]
+
+
+def slice_for_one_loader() -> list[Any]:
+    from drivetrain import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    cut = accelerator.prepare_data_loader(DataLoader(Values([1, 2, 3, 4])), slice_fn_for_dispatch=all_to_the_last)
+    other = accelerator.prepare_data_loader(DataLoader(Values([1, 2, 3, 4])))
+    return [[batch.tolist() for batch in loader] for loader in (cut, other)]
+
+
+def test_a_slice_function_may_be_given_for_one_loader(worker_pool: Any) -> None:
+    one, other = worker_pool(2).run(slice_for_one_loader)
+    assert one == [[[], []], [[1.0], [3.0]]]
+    assert other == [[[2.0], [4.0]], [[2.0], [4.0]]]
+
+
+# ---------------------------------------------------------------------------------------------- one world after another
+
+SEVERAL_WORLDS = """
+    from drivetrain import Accelerator
+    from drivetrain.utils import gather_object
+    for number in range(3):
+        accelerator = Accelerator(cpu=True)
+        ranks = gather_object([accelerator.process_index])
+        if accelerator.is_main_process:
+            print(number, ranks)
+        accelerator.end_training()
+"""
+
+
+def several_worlds() -> list[list[int]]:
+    from drivetrain import Accelerator
+    from drivetrain.utils import gather_object
+
+    found = []
+    for _ in range(3):
+        accelerator = Accelerator(cpu=True)
+        found.append(gather_object([accelerator.process_index]))
+        accelerator.end_training()
+    return found
+
+
+def test_a_world_may_follow_one_that_ended(worker_pool: Any) -> None:
+    assert worker_pool(2).run(several_worlds) == [[[0, 1]] * 3] * 2
+
+
+@pytest.mark.slow
+def test_a_world_may_follow_one_that_ended_though_the_launchers_store_remembers_it(launcher: Any) -> None:
+    done = launcher.run("--num_processes", "2", launcher.script(SEVERAL_WORLDS))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 [0, 1]", "1 [0, 1]", "2 [0, 1]"]
+
+
+def weight_losses_by_samples(even: bool) -> int:
+    from drivetrain import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
+    loader = accelerator.prepare(DataLoader(Values(range(15)), batch_size=4))  # the last batch of rank 1 has 3
+    return len(torch.cat([accelerator.gather_for_metrics(batch.mean().repeat(4)) for batch in loader]))
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_loss_repeated_for_a_full_batch_counts_once_a_sample_on_every_rank(worker_pool: Any, even: bool) -> None:
+    assert worker_pool(2).run(weight_losses_by_samples, even) == [15, 15]
+
+
 # ------------------------------------------------------------------------------------------------------------ splitting
 
 

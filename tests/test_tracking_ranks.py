@@ -83,3 +83,32 @@ def test_the_file_has_one_line_a_step_whatever_the_number_of_ranks(worker_pool: 
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.5), (1, 1.5)]
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"lr": 0.1}
+
+
+def track_with_a_tracker_made_first() -> Any:
+    from drivetrain import Accelerator
+    from drivetrain.tracking import GeneralTracker, on_main_process
+
+    class OfAScript(GeneralTracker):
+        name = "of_a_script"
+
+        @on_main_process
+        def __init__(self, run_name: str) -> None:
+            super().__init__()
+            self.lines = [run_name]
+
+        @on_main_process
+        def log(self, values: Mapping[str, Any], step: int | None = None) -> None:  # type: ignore[override]
+            self.lines.append(f"{step}: {values}")
+
+    tracker = OfAScript("first")
+    accelerator = Accelerator(mixed_precision="bf16", log_with=[tracker])
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=3)
+    accelerator.end_training()
+    return accelerator.mixed_precision, getattr(tracker, "lines", None)
+
+
+def test_a_tracker_that_is_made_first_decides_nothing_and_lives_on_the_main_process(worker_pool: Any) -> None:
+    found = worker_pool(2).run(track_with_a_tracker_made_first, config={"device": "cpu"})
+    assert found == [("bf16", ["first", "3: {'loss': 1.0}"]), ("bf16", None)]

@@ -164,7 +164,7 @@ def test_gradients_of_forwards_kept_apart_are_reduced_by_a_triggered_backward(wo
     assert worker_pool(2).run(reduce_late) == [[1.0, 16.5], [2.0, 16.5]]
 
 
-def train_locally(steps: int, enabled: bool) -> list[float]:
+def train_locally(steps: int | None, enabled: bool) -> list[float]:
     from drivetrain import Accelerator, LocalSGD
 
     accelerator = Accelerator(cpu=True)
@@ -185,4 +185,10 @@ def train_locally(steps: int, enabled: bool) -> list[float]:
 def test_local_updates_are_averaged_every_few_steps_and_at_the_end(worker_pool: Any) -> None:
     assert worker_pool(2).run(train_locally, 2, True) == [[-1.0, -3.0, -4.0, -4.5], [-2.0, -3.0, -5.0, -4.5]]
     assert worker_pool(2).run(train_locally, 2, False) == [[-1.5, -3.0, -4.5, -4.5]] * 2
+    assert worker_pool(2).run(train_locally, None, False) == [[-1.5, -3.0, -4.5, -4.5]] * 2
     assert worker_pool(1).run(train_locally, 2, True) == [[-1.0, -2.0, -3.0, -3.0]]
+
+
+def test_local_updates_that_are_never_averaged_are_refused(worker_pool: Any) -> None:
+    with pytest.raises(WorkerError, match="local_sgd_steps must be at least 1; got None"):
+        worker_pool(1).run(train_locally, None, True)

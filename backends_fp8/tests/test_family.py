@@ -64,7 +64,7 @@ def test_the_family_without_engines_says_what_each_needs(monkeypatch: pytest.Mon
         monkeypatch.setattr(plugin, "requires", ("no-such-engine-xyz>=2",))
     registry.refresh()
     with pytest.raises(
-        PluginError, match=r"no precision 'fp8'.*fp8-te.*no-such-engine-xyz.*fp8-torchao.*no-such-engine"
+        PluginError, match=r"family 'fp8' works here.*fp8-te.*no-such-engine-xyz.*fp8-torchao.*no-such-engine"
     ):
         registry.resolve_precision("fp8", "cpu", Capabilities())
     registry.refresh()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,20 @@ import drivetrain
 from core.tests.scalar import numbers
 from drivetrain import (
     Accelerator,
+    AcceleratorState,
+    AutocastKwargs,
     DataLoaderConfiguration,
+    GradientAccumulationPlugin,
     GradientState,
+    GradScalerKwargs,
     PartialState,
+    ProfileKwargs,
+    ProjectConfiguration,
+    registry,
     state,
 )
-from drivetrain.errors import ConfigError, PluginNotFoundError, StateConflictError
+from drivetrain.elsewhere import ATTRIBUTES, KEYWORDS
+from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError, StateConflictError
 from drivetrain.handlers import TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_run")
@@ -105,6 +114,86 @@ def test_a_conflicting_second_accelerator_names_both_values() -> None:
         Accelerator(mixed_precision="fp16")
 
 
+def test_who_only_looked_at_the_world_has_not_decided_how_to_compute() -> None:
+    early = PartialState(cpu=True)
+    assert AcceleratorState().mixed_precision == "no"
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert accelerator.run.policy.compute == "bfloat16"
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert (early.device.type, accelerator.device.type) == ("cpu", "cpu")
+    with pytest.raises(StateConflictError, match=r"bf16.*fp16"):
+        Accelerator(mixed_precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}, r"mixed_precision='bf16'.*'fp16' now"),
+        ({"device": "cpu"}, {"device": "torch"}, r"device='cpu'.*'torch' now"),
+        ({"device": "cpu"}, {"config_file": "later.yaml"}, "runs with no config file"),
+    ],
+)
+def test_what_a_state_was_asked_for_and_where_it_runs_stands(
+    first: dict[str, Any], then: dict[str, Any], message: str
+) -> None:
+    PartialState(**first)
+    with pytest.raises(StateConflictError, match=message):
+        Accelerator(**then)
+    assert PartialState().num_processes == 1
+
+
+def test_a_setting_that_can_not_be_leaves_the_run_of_a_state_as_it_is() -> None:
+    early = PartialState(cpu=True)
+    with pytest.raises(PluginNotFoundError, match="no precision 'bf61'"):
+        Accelerator(mixed_precision="bf61")
+    assert AcceleratorState().mixed_precision == "no"
+    Accelerator(mixed_precision="bf16")
+    assert early.initialized
+
+
+def test_a_state_still_says_who_it_was_after_the_run_was_taken_down(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    kept = weakref.ref(accelerator.run.hooks)
+    accelerator.end_training()
+    accelerator.print("done")
+    assert capsys.readouterr().out == "done\n"
+    assert accelerator.is_last_process
+    assert accelerator.on_main_process(lambda: "ran")() == "ran"
+    assert accelerator.state.mixed_precision == "bf16"
+    assert not accelerator.state.initialized
+    assert "process_index=0" in repr(accelerator.state)
+    with pytest.raises(DrivetrainError, match="the run was taken down"):
+        accelerator.wait_for_everyone()
+    del accelerator
+    gc.collect()
+    assert kept() is None, "a run that ended must not keep plugins, and models in them, alive"
+
+
+@pytest.mark.parametrize("name", sorted(ATTRIBUTES))
+def test_an_attribute_that_is_not_here_says_what_to_use(name: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    for owner in (accelerator, accelerator.state, accelerator.gradient_state):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; use instead: "):
+            getattr(owner, name)
+
+
+def test_any_other_missing_attribute_is_an_ordinary_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Accelerator):
+        @property
+        def broken(self) -> Any:
+            return self.state.no_such_thing
+
+    accelerator = Failing(cpu=True)
+    with pytest.raises(AttributeError, match=r"'Failing' object has no attribute 'no_such_method'$"):
+        accelerator.no_such_method()
+    with pytest.raises(AttributeError, match=r"'AcceleratorState' object has no attribute 'no_such_thing'$"):
+        accelerator.broken
+    monkeypatch.setattr(registry, "keywords", lambda: {"some_plugin": ()})
+    with pytest.raises(AttributeError, match="'some_plugin'; use instead: accelerator.run.names"):
+        accelerator.state.some_plugin
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,6 +212,82 @@ def test_all_unknown_names_of_a_second_accelerator_are_told_at_once() -> None:
     Accelerator(cpu=True)
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*no backend 'snigle'.*no precision 'bf61'"):
         Accelerator(backend="snigle", mixed_precision="bf61")
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.0, "2", True])
+def test_a_first_accelerator_is_told_what_is_wrong_with_its_count_too(steps: Any) -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps: "):
+        Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    assert state.current() is None
+
+
+def test_where_the_device_is_a_cpu_the_cpu_may_be_asked_for_later() -> None:
+    accelerator = Accelerator(device="torch")
+    if accelerator.device.type != "cpu":
+        pytest.skip("this machine has an accelerator")
+    assert Accelerator(cpu=True).run is accelerator.run
+    assert PartialState(cpu=True).device == accelerator.device
+
+
+def test_one_handler_without_a_list_is_told_so() -> None:
+    with pytest.raises(TypeError, match=r"kwargs_handlers takes a list of KwargsHandler objects; got AutocastKwargs"):
+        Accelerator(cpu=True, kwargs_handlers=AutocastKwargs())  # type: ignore[arg-type]
+
+
+def test_a_plugin_that_is_not_asked_for_may_be_one_that_is_not_here() -> None:
+    Accelerator(
+        cpu=True, some_engine_plugin=None, some_engine_plugins=None, parallelism_config=None, dynamo_plugin=None
+    )
+    with pytest.raises(TypeError, match="'some_engine_plugin', which no installed plugin claims"):
+        Accelerator(some_engine_plugin=object())
+    with pytest.raises(TypeError, match="'mixed_precison'.*did you mean 'mixed_precision'"):
+        Accelerator(mixed_precison=None)
+
+
+@pytest.mark.parametrize("name", sorted(KEYWORDS))
+def test_a_keyword_that_is_not_here_says_what_to_use(name: str) -> None:
+    with pytest.raises(TypeError, match=f"'{name}', which no installed plugin claims; use instead: "):
+        Accelerator(cpu=True, **{name: "something"})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (AutocastKwargs(False), AutocastKwargs(enabled=False)),
+        (
+            GradScalerKwargs(64.0, 2.0, 0.5, 10),
+            GradScalerKwargs(init_scale=64.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=10),
+        ),
+        (ProfileKwargs(["cpu"], None, None, True), ProfileKwargs(activities=["cpu"], record_shapes=True)),
+        (
+            GradientAccumulationPlugin(2, True, False),
+            GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False),
+        ),
+        (DataLoaderConfiguration(True, None, False), DataLoaderConfiguration(split_batches=True, even_batches=False)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_settings_may_be_given_by_position_in_the_order_scripts_know(given: Any, named: Any) -> None:
+    assert given == named
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoaderConfiguration(split_batches="yes"), "split_batches must be True or False; got 'yes'"),
+        (lambda: DataLoaderConfiguration(data_seed=True), "data_seed must be a whole number or None; got True"),
+        (lambda: DataLoaderConfiguration(dispatch_batches=1), "dispatch_batches must be True or False or None; got 1"),
+        (lambda: GradientAccumulationPlugin(num_steps="2"), "num_steps must be a whole number or None; got '2'"),
+        (lambda: GradientAccumulationPlugin(0), "num_steps must be at least 1; got 0"),
+        (lambda: GradientAccumulationPlugin(short_group="x"), "short_group must be 'mean' or 'fixed'; got 'x'"),
+        (lambda: ProjectConfiguration(total_limit=0), "total_limit must be at least 1; got 0"),
+        (lambda: ProjectConfiguration(iteration="1"), "iteration must be a whole number; got '1'"),
+    ],
+)
+def test_errors_of_settings_are_one_line_to_read(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make()
+    assert str(caught.value) == message
 
 
 def test_nothing_is_written_to_the_environment() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain import Accelerator
-from drivetrain.checking import problems_of, telling_all
+from drivetrain.checking import engines_missing, problems_of, telling_all
 from drivetrain.config import Resolved, resolve
 from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
 from drivetrain.launch import launch_script
@@ -107,3 +107,55 @@ def test_the_section_of_a_plugin_without_its_engine_is_checked_as_any(site: Any,
     file.write_text("alpha: {y: 1}\n")
     (problem,) = problems_of(resolve(file, environment={}))
     assert "alpha.y: unknown key" in problem
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+NO_ENGINE = "requires = ('no-such-engine-xyz>=1',)\n"
+LACKS = "needs no-such-engine-xyz>=1, which is not installed"
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("backend: alpha\n", ":1:10"), ("mixed_precision: narrow-a\n", ":1:18"), ("mixed_precision: narrow\n", ":1:18")],
+)
+def test_a_chosen_plugin_without_its_engine_is_told_apart_from_problems(
+    site: Any, tmp_path: Path, text: str, where: str
+) -> None:
+    site.install_backend("alpha", NO_ENGINE)
+    site.install_precision("narrow-a", f"{NO_ENGINE}family = 'narrow'")
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    resolved = resolve(file, environment={})
+    assert problems_of(resolved) == []
+    (message,) = engines_missing(resolved)
+    assert message.startswith(f"{file}{where}: ")
+    assert LACKS in message
+
+
+def test_a_family_with_one_engine_lacks_none(site: Any, tmp_path: Path) -> None:
+    site.install_precision("narrow-a", f"{NO_ENGINE}family = 'narrow'")
+    site.install_precision("narrow-b", "family = 'narrow'")
+    file = tmp_path / "c.yaml"
+    file.write_text("mixed_precision: narrow\n")
+    assert problems_of(resolve(file, environment={})) == engines_missing(resolve(file, environment={})) == []
+
+
+def test_a_plugin_that_is_named_and_broken_is_a_problem_also_without_a_section(site: Any, tmp_path: Path) -> None:
+    site.install_backend("alpha", module="raise OSError('no library')")
+    file = tmp_path / "c.yaml"
+    for text in ("backend: alpha\n", "backend: alpha\nalpha: {x: 1}\n"):
+        file.write_text(text)
+        (problem,) = problems_of(resolve(file, environment={}))
+        assert problem.startswith(f"{file}:1:10: backend 'alpha' (alpha-dist 1.0) can't be used")
+        assert "OSError: no library" in problem
+
+
+def test_several_processes_that_no_installed_backend_takes_are_a_problem(site: Any, tmp_path: Path) -> None:
+    site.install_backend("alpha")
+    file = tmp_path / "c.yaml"
+    file.write_text("num_processes: 2\n")
+    (problem,) = problems_of(resolve(file, environment={}))
+    assert problem.startswith(f"{file}:1:16: several processes need a backend that distributes over them")
+    file.write_text("num_processes: 2\nbackend: alpha\n")
+    assert problems_of(resolve(file, environment={})) == []

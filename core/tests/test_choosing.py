@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drivetrain import registry
-from drivetrain.errors import PluginError, PluginNotFoundError
+from drivetrain.errors import EngineError, PluginError, PluginNotFoundError
 from drivetrain.plugin import Capabilities
 
 # ------------------------------------------------------------------------------------------------------------ guessing
@@ -149,3 +149,15 @@ def test_unknown_precision_is_not_found_and_shows_what_could_not_be_asked(site):
     with pytest.raises(PluginNotFoundError, match=r"no precision 'hlaf'; did you mean 'half'\?") as caught:
         registry.resolve_precision("hlaf", "cpu", Capabilities())
     assert "boom" not in str(caught.value)
+
+
+def test_family_whose_members_all_lack_their_engines_is_refused_as_such(site):
+    site.install_precision("tiny-a", "family = 'tiny'\nrequires = ('no-such-engine-xyz',)")
+    reason = r"c.yaml:2:18: no member of the precision family 'tiny' works here.*needs no-such-engine-xyz"
+    with pytest.raises(EngineError, match=reason):
+        registry.find_precision("tiny", where="c.yaml:2:18")
+    with pytest.raises(PluginError, match=reason) as caught:
+        registry.resolve_precision("tiny", "cpu", Capabilities(), where="c.yaml:2:18")
+    assert not isinstance(caught.value, PluginNotFoundError)
+    site.install_precision("tiny-b", "family = 'tiny'")
+    assert registry.find_precision("tiny") is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -54,6 +56,7 @@ def test_every_listed_command_exists_and_has_help(command: str) -> None:
     "arguments", [["--help"], ["plugins"], ["plugins", "--json"], ["config", "show"], ["config", "check"]]
 )
 def test_commands_that_only_look_do_not_import_torch(home: Path, arguments: list[str]) -> None:
+    (home / "default_config.yaml").write_text("backend: ddp\nnum_processes: 2\nddp: {bucket_cap_mb: 5}\n")
     program = (
         "import sys\nfrom drivetrain.cli import main\n"
         f"try: main({arguments!r})\nexcept SystemExit as end: assert not end.code, end.code\n"
@@ -83,6 +86,40 @@ def test_our_errors_are_one_message_and_an_exit_code(
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"Error: {error}\n")
     monkeypatch.setenv("DRIVETRAIN_DEBUG", "1")
     assert invoke("config", "show").exception is error
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("luanch", "did you mean 'launch'?"), ("zzz", "there are: launch, config,")]
+)
+def test_a_command_that_is_none_is_told_the_nearest_or_all(word: str, said: str) -> None:
+    result = invoke(word)
+    assert result.exit_code == 2
+    assert f"no such command: {word}; {said}" in result.stderr
+
+
+def test_a_disk_that_is_full_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("drivetrain.config.resolve", full)
+    result = invoke("config", "show")
+    assert (result.exit_code, result.stderr) == (1, "Error: [Errno 28] No space left on device\n")
+
+
+def test_warnings_are_shown_without_the_line_of_the_library(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_NOBODYS", "1")
+    result = invoke("config", "show")
+    assert result.exit_code == 0
+    assert result.stderr == "Warning: environment DRIVETRAIN_NOBODYS: no setting of this name, ignored\n"
+
+
+def test_no_color_is_asked_for_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.doctor.examine_all", lambda timeout: (row for row in ()))
+    for variable, color in ((None, True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", variable) if variable else monkeypatch.delenv("NO_COLOR", raising=False)
+        with main.make_context("drivetrain", ["doctor"], color=True) as ctx:
+            main.invoke(ctx)
+            assert ctx.color is color
 
 
 # ------------------------------------------------------------------------------------------------------------- flags
@@ -130,6 +167,20 @@ def test_set_reaches_every_key_and_refuses_nonsense() -> None:
         command_line({"a": "1"}, ["a=2"])
 
 
+def test_the_same_said_twice_is_no_contradiction() -> None:
+    assert command_line({"debug": True, "rate": "0.5"}, ["debug=true", "rate=.5"]) == {"debug": "true", "rate": ".5"}
+    assert command_line({}, ["rate=.nan", "rate=.nan"]) == {"rate": ".nan"}
+    result = CliRunner().invoke(probe, ["--num_processes", "2", "--num-processes", "2"])
+    assert json.loads(result.output) == {"num_processes": "2"}
+
+
+def test_a_flag_given_twice_with_two_values_is_refused() -> None:
+    result = CliRunner().invoke(probe, ["--num_processes", "2", "--num-processes=3"])
+    assert result.exit_code == 2
+    assert "is given twice: '2' and '3'" in result.stderr
+    assert invoke("config", "show", "--config", "a.yaml", "--config_file", "b.yaml").exit_code == 2
+
+
 # -------------------------------------------------------------------------------------------------------- config show
 
 
@@ -148,6 +199,13 @@ def test_show_tells_value_and_origin_of_every_setting(home: Path) -> None:
     assert (rows["device"]["value"], rows["device"]["origin"]) == ("auto", "default")
     table = invoke("config", "show", "--set", "mixed_precision=bf16").stdout
     assert f"command line; {file}:1 said no" in table
+
+
+def test_show_says_where_the_default_file_would_be(home: Path) -> None:
+    file = home / "default_config.yaml"
+    assert invoke("config", "show").stdout.startswith(f"config file: none; the default would be {file}\n")
+    file.touch()
+    assert invoke("config", "show").stdout.startswith(f"config file: {file}\n")
 
 
 def test_show_reports_plugins_and_sections_that_do_not_fit_below_the_values(home: Path) -> None:
@@ -236,6 +294,35 @@ def test_the_file_can_be_named_in_three_spellings(home: Path, flag: str) -> None
     assert settings(invoke("config", "show", "--json", flag, str(home / "other.yaml")))["num_processes"]["value"] == 3
 
 
+def test_json_is_json_whatever_plugins_print_and_numbers_are(home: Path, open_site: Any) -> None:
+    noisy = "import attrs\nprint('hello from a vendor')\nfrom drivetrain.plugin import *\nclass Plug(Backend):\n"
+    noisy += "    api = (1, 0)\n    Config = attrs.make_class('C', {'rate': attrs.field(type=float, default=1.0)})\n"
+    open_site.install_backend("noisy", module=noisy)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    result = invoke("config", "show", "--json", "--set", "backend=noisy", "--set", "noisy.rate=-.inf")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout, parse_constant=refuse)["settings"]
+    assert next(row["value"] for row in rows if row["key"] == "noisy.rate") == "-.inf"
+    assert "hello from a vendor" in result.stderr
+
+
+def test_show_and_check_tell_of_an_engine_that_is_missing_here_without_failing(home: Path, open_site: Any) -> None:
+    open_site.install_backend("needy", "requires = ('no-such-engine-xyz>=1',)")
+    file = home / "c.yaml"
+    file.write_text("backend: needy\n")
+    warning = f"Warning: {file}:1:10: backend 'needy' (needy-dist 1.0) can't be used: its engine doesn't fit"
+    check = invoke("config", "check", str(file))
+    assert (check.exit_code, check.stderr.startswith(warning)) == (0, True)
+    assert check.stdout == f"{file}: no problem found; it can't run on this machine, where an engine is missing\n"
+    show = invoke("config", "show", "--json", "--config", str(file))
+    assert (show.exit_code, show.stderr.startswith(warning)) == (0, True)
+    (message,) = json.loads(show.stdout)["engines_missing"]
+    assert "pip install 'no-such-engine-xyz>=1'" in message
+
+
 # ------------------------------------------------------------------------------------------------------- config check
 
 
@@ -255,6 +342,33 @@ def test_check_builds_the_sections_of_installed_plugins(home: Path) -> None:
     result = invoke("config", "check", str(file))
     assert result.exit_code == 2
     assert f"{file}:1:10: single.speed: unknown key; known: none, it has no settings" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "backend: single\nnum_processes: 2\n",
+            "num_processes=2 ({file}:2), but backend 'single' ({file}:1) works with",
+        ),
+        ("num_machines: 2\nnum_processes: 3\n", "num_processes=3 ({file}:2) is the total over all machines"),
+        ("num_machines: 2\nmax_restarts: 1\n", "max_restarts=1 ({file}:2) over several machines needs a rendezvous"),
+        ("rdzv_conf: timeout\n", "rdzv_conf: 'timeout' is no key=value pair"),
+    ],
+)
+def test_check_and_show_find_settings_that_no_launch_could_follow(home: Path, text: str, said: str) -> None:
+    file = home / "c.yaml"
+    file.write_text(text)
+    for arguments in (["check", str(file)], ["show", "--config", str(file)]):
+        result = invoke("config", *arguments)
+        assert result.exit_code == 2
+        assert f"Error: {said.format(file=file)}" in result.stderr
+
+
+def test_check_passes_a_file_to_which_each_machine_adds_its_own(home: Path) -> None:
+    file = home / "c.yaml"
+    file.write_text("num_machines: 2\nnum_processes: 4\n")
+    assert invoke("config", "check", str(file)).exit_code == 0
 
 
 def test_check_passes_a_good_file_and_ignores_this_environment(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,16 +401,19 @@ def test_every_commented_line_of_the_written_file_is_the_default(home: Path) -> 
     ]
 
 
-def test_default_writes_what_was_chosen(home: Path) -> None:
+def test_default_writes_what_was_chosen(home: Path, open_site: Any) -> None:
+    module = "import attrs\nfrom typing import Any\nfrom drivetrain.plugin import *\n@attrs.frozen\nclass C:\n"
+    module += "    word: str = ''\n    list: Any = None\nclass Plug(Backend):\n    api = (1, 0)\n    Config = C\n"
+    open_site.install_backend("wide", module=module)
     file = home / "deep" / "c.yaml"
     arguments = ["--num-processes", "2", "--mixed_precision", "no", "--no_check_collectives", "--log_dir", "2024"]
     arguments += [
         "--set",
         "compile.mode=default",
         "--set",
-        "single.word=no",
+        "wide.word=no",
         "--set",
-        "single.list=[off, 'x: y', 1e-5]",
+        "wide.list=[off, 'x: y', 1e-5]",
     ]
     assert invoke("config", "default", "--config_file", str(file), *arguments).exit_code == 0
     resolved = resolve(file, environment={})
@@ -305,7 +422,7 @@ def test_default_writes_what_was_chosen(home: Path) -> None:
     assert run.compile is not None
     assert run.compile.mode == "default"
     shown = {row.key: row.text for row in resolved.rows()}
-    assert (shown["single.word"], shown["single.list"]) == ("no", "[off, x: y, 1.0e-05]")
+    assert (shown["wide.word"], shown["wide.list"]) == ("no", "[off, x: y, 1.0e-05]")
 
 
 def test_default_replaces_a_file_only_when_told_to(home: Path) -> None:
@@ -322,8 +439,60 @@ def test_default_refuses_wrong_values_and_writes_nothing(home: Path) -> None:
     result = invoke("config", "default", "--num_processes", "four", "--set", "nonsense=1")
     assert result.exit_code == 2
     assert "nonsense: unknown key" in result.stderr
+    assert "num_processes: expected a whole number, got the text 'four'" in result.stderr
     result = invoke("config", "default", "--num_processes", "four")
     assert "command line: num_processes: expected a whole number, got the text 'four'" in result.stderr
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--backend", "snigle"], "no backend 'snigle'; did you mean 'single'?"),
+        (["--set", "fp16.init_scale=big"], "fp16.init_scale: expected a number"),
+        (["--backend", "single", "--num_processes", "2"], "backend 'single' (command line) works with one process"),
+        (["--num_machines", "2", "--num_processes", "3"], "use 2 or 4"),
+    ],
+)
+def test_default_writes_no_file_that_check_would_refuse(home: Path, arguments: list[str], said: str) -> None:
+    result = invoke("config", "default", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert list(home.iterdir()) == []
+
+
+def test_a_file_that_is_replaced_keeps_its_link_and_who_may_read_it(home: Path) -> None:
+    target, link = home / "dotfiles.yaml", home / "default_config.yaml"
+    target.write_text("num_processes: 7\n")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    assert invoke("config", "--help").exit_code == 0
+    assert invoke("config", "default", "--num_processes", "2", "--overwrite").exit_code == 0
+    assert link.is_symlink()
+    assert resolve(target, environment={}).run.num_processes == 2
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_who_may_read_a_new_file_is_decided_by_the_umask(home: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        invoke("config")
+    finally:
+        os.umask(before)
+    assert (home / "default_config.yaml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "default"]])
+def test_without_a_home_folder_nothing_is_written_into_the_current_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    for name in ("DRIVETRAIN_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", os.fspath)  # as for a user that the system does not know
+    monkeypatch.chdir(home)
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "there is no home folder (HOME is not set); name a file, or set DRIVETRAIN_HOME" in result.stderr
     assert list(home.iterdir()) == []
 
 
@@ -354,6 +523,33 @@ def test_plugins_lists_what_core_itself_offers() -> None:
     assert all(row["description"] for row in verbose if row["distribution"] == "drivetrain")
 
 
+def test_plugins_tell_of_their_engines_without_importing_them(open_site: Any) -> None:
+    open_site.install_backend("needy", "requires = ('no-such-engine-xyz>=1',)")
+    open_site.install_backend("fed", "requires = ('attrs>=20',)")
+    open_site.install_backend("stale", requires=("attrs>=9999",))
+    open_site.install_backend("secret", "requires = tuple(['attrs'])")
+    open_site.install_backend("broken", module="raise OSError('no library')")
+    for verbose in ([], ["--verbose"]):
+        rows = {row["name"]: row for row in json.loads(invoke("plugins", "--json", *verbose).stdout)}
+        assert rows["single"]["requires"] == rows["single"]["unmet"] == []
+        assert rows["needy"]["unmet"] == ["needs no-such-engine-xyz>=1, which is not installed"]
+        assert (rows["fed"]["requires"], rows["fed"]["unmet"]) == (["attrs>=20"], [])
+        assert rows["stale"]["unmet"][0].startswith("needs attrs>=9999, but ")
+        assert rows["secret"]["requires"] == (["attrs"] if verbose else None)
+    table = " ".join(invoke("plugins").stdout.split())
+    assert "engine: needs no-such-engine-xyz>=1, which is not installed" in table
+    assert f"engine: attrs {importlib.metadata.version('attrs')}" in table
+    assert "engine: not known; --verbose asks the plugin" in table
+    assert "BROKEN: backend 'broken'" in " ".join(invoke("plugins", "--verbose").stdout.split())
+
+
+def test_plugins_are_paragraphs_where_a_table_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    told = invoke("plugins").stdout
+    for row in json.loads(invoke("plugins", "--json").stdout):
+        assert f"{row['role']} {row['name']} {row['distribution']} {row['version']}\n  {row['description']}\n" in told
+
+
 @pytest.mark.parametrize("columns", [None, 80])
 def test_plugins_fit_a_page_and_no_name_is_cut(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -367,6 +563,8 @@ def test_plugins_fit_a_page_and_no_name_is_cut(monkeypatch: pytest.MonkeyPatch, 
 
 def test_env_shows_versions_devices_and_settings_without_secrets(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_SINGLE__API_KEY", "secret")
+    monkeypatch.setenv("DRIVETRAIN_JSONL", "{key: secret}")
+    monkeypatch.setenv("DRIVETRAIN_LOG_LEVEL", "info")
     result = invoke("env", "--json", "--set", "num_processes=2")
     facts = json.loads(result.stdout)
     assert facts["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
@@ -374,6 +572,7 @@ def test_env_shows_versions_devices_and_settings_without_secrets(home: Path, mon
     assert facts["config file"] == "none"
     assert {"torch", "accelerator", "platform"} <= facts.keys()
     assert "secret" not in result.output
+    assert (facts["DRIVETRAIN_LOG_LEVEL"], facts["DRIVETRAIN_JSONL"]) == ("info", "(set)")
 
 
 def test_env_survives_wrong_settings(home: Path) -> None:

@@ -258,7 +258,9 @@ def test_migrate_says_when_the_translation_is_not_valid_as_it_stands(old: Path) 
     old.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf61\nnum_processes: many\n")
     result = migrate(str(old))
     assert result.exit_code == 2
-    assert "Error: the translation:3:16: num_processes: expected a whole number" in result.stderr
+    assert "Error: 2 problems in the settings:\n" in result.stderr
+    assert "  the translation:3:16: num_processes: expected a whole number" in result.stderr
+    assert "  the translation:2:18: no precision 'bf61'; did you mean 'bf16'?" in result.stderr
     old.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf61\n")
     assert "Error: the translation:2:18: no precision 'bf61'; did you mean 'bf16'?" in migrate(str(old)).stderr
 

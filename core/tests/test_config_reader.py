@@ -201,6 +201,8 @@ def test_whatever_bytes_a_file_has_they_are_settings_or_an_error_that_names_it(
         ("12", 12),
         ("-1_000", -1000),
         ("0x1F", 31),
+        ("0x_", "0x_"),
+        ("0x", "0x"),
         ("010", "010"),
         ("1:30", "1:30"),
         ("0,1", "0,1"),

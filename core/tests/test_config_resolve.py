@@ -135,6 +135,9 @@ def test_core_settings_are_read(file: Path, text: str, key: str, value: Any) -> 
     [
         ("num_processes: 0", "1:16: num_processes: must be at least 1, got 0"),
         ("num_processes: 2.0", "1:16: num_processes: expected a whole number, got the number 2.0"),
+        ("num_processes: 1048577", "num_processes: must be at most 1048576, got 1048577"),
+        ('log_dir: ""', "1:10: log_dir: must not be empty; null is the default"),
+        ('main_process_ip: ""', "main_process_ip: must not be empty"),
         ("num_machines: 2\nmachine_rank: 2", "2:15: machine_rank: must be below num_machines, got 2 of 2"),
         ("main_process_port: 65536", "1:20: main_process_port: must be between 0 and 65535, got 65536"),
         ("collective_timeout: 0", "must be a finite number of seconds above 0, got 0"),
@@ -149,6 +152,8 @@ def test_core_settings_are_read(file: Path, text: str, key: str, value: Any) -> 
         ("mixed_precison: no", "1:1: mixed_precison: unknown key; did you mean 'mixed_precision'?"),
         ("prat: {}", "1:1: prat: unknown key; did you mean 'part'?"),
         ("zzz: 1", "1:1: zzz: unknown key; settings: backend, mixed_precision,"),
+        ("part.size: 1", "1:1: part.size: unknown key; dots are for the command line, in a file 'size' stands in the"),
+        ("compile.mode: x", "in a file 'mode' stands in the section 'compile'"),
         ("bigpart: {}", 'no plugin of this name is installed; to have it: pip install "drivetrain[bigpart]"'),
         ("part: 3", "1:7: part: a plugin's section is a mapping of its settings, got the number 3"),
     ],
@@ -266,6 +271,12 @@ def test_variables_reach_nested_keys_and_names_with_dashes() -> None:
     assert resolved.run.compile == CompileConfig(mode="default")
 
 
+def test_the_variable_of_a_section_takes_the_whole_of_it() -> None:
+    assert run(environment={"DRIVETRAIN_FP8_X": "{size: 3}"}).section("fp8-x", Part).size == 3
+    with pytest.raises(ConfigError, match=r"environment DRIVETRAIN_PART: part: a plugin's section is a mapping of its"):
+        run(environment={"DRIVETRAIN_PART": "3"})
+
+
 def test_an_empty_variable_is_not_set() -> None:
     assert run(environment={"DRIVETRAIN_NUM_PROCESSES": ""}).run.num_processes is None
 
@@ -328,6 +339,22 @@ def test_the_default_folder_follows_home_and_xdg(tmp_path: Path, monkeypatch: py
     assert (
         default_config_file({"XDG_CONFIG_HOME": "/x", "DRIVETRAIN_HOME": "~/y"}) == tmp_path / "y/default_config.yaml"
     )
+
+
+@pytest.mark.parametrize("name", ["DRIVETRAIN_CONFIG", "DRIVETRAIN_HOME", "XDG_CONFIG_HOME"])
+def test_the_home_of_nobody_is_a_folder_that_is_not_there(name: str) -> None:
+    environment = {name: "~no-such-user/place"}
+    assert default_config_file(environment).name == "default_config.yaml"
+    if name == "DRIVETRAIN_CONFIG":
+        with pytest.raises(ConfigError, match=r"~no-such-user/place \(named by DRIVETRAIN_CONFIG\) does not exist"):
+            resolve(environment=environment)
+    else:
+        assert resolve(environment=environment).config_file is None
+
+
+def test_a_file_with_an_empty_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has an empty name"):
+        run("")
 
 
 def test_the_json_twin_is_found_and_yaml_wins(tmp_path: Path) -> None:

@@ -42,10 +42,35 @@ def test_device_says_whether_it_is_present(site):
     assert "OSError: lib missing" in present.detail
 
 
-@pytest.mark.parametrize(("there", "said"), [("True", "yes, Abacus"), ("False", "no Abacus")])
+@pytest.mark.parametrize(("there", "said"), [("True", "yes, Abacus"), ("False", "no Abacus found here")])
 def test_a_device_is_called_by_its_own_name(site, there, said):
     site.install_device("vendor", f"label = 'Abacus'\n@classmethod\ndef present(cls): return {there}")
     assert examine("device", "vendor")["present"] == Check("present", None, said)
+
+
+def test_a_device_that_nobody_looks_for_does_not_count_as_missing(site):
+    site.install_device("vendor", "label = 'Abacus'")
+    said = "not looked for: used only where settings name it"
+    assert examine("device", "vendor")["present"] == Check("present", None, said)
+
+
+def test_nobody_waits_for_plugins_that_hang_once_the_rest_is_not_wanted(site, monkeypatch):
+    monkeypatch.setattr(doctor, "_examine_torch", lambda timeout: [])
+    for name in ("one", "two", "three"):
+        site.install_backend(
+            name,
+            module=f"""
+            import pathlib, time
+            pathlib.Path({str(site.directory)!r}, "{name}-began").touch()
+            time.sleep(300)
+        """,
+        )
+    rows = doctor.examine_all(timeout=250.0)
+    next(rows)
+    while not list(site.directory.glob("*-began")):
+        time.sleep(0.05)
+    rows.close()  # returns at once, long before the timeout
+    assert not doctor._running
 
 
 def test_plugin_that_raises_at_import_is_a_row_with_the_cause(site):
@@ -243,8 +268,15 @@ def test_broken_torch_names_the_vendor_code_it_loads_and_the_switch(site, monkey
 
 
 def run(monkeypatch, rows: list[Row], *arguments: str):
-    monkeypatch.setattr(doctor, "examine_all", lambda timeout: rows)
+    monkeypatch.setattr(doctor, "examine_all", lambda timeout: (row for row in rows))
     return CliRunner().invoke(command, arguments)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
+def test_a_timeout_that_can_not_be_waited_is_refused(monkeypatch, seconds):
+    result = run(monkeypatch, [], "--timeout", seconds)
+    assert result.exit_code == 2
+    assert "--timeout" in result.stderr
 
 
 @pytest.mark.parametrize(("ok", "code"), [(True, 0), (None, 0), (False, 1)])

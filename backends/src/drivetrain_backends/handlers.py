@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import attrs
 
 from drivetrain.plugin import KwargsHandler
+from drivetrain.validators import of_type
 
 __all__ = ["InitProcessGroupKwargs"]
 
 
-def _positive_duration(instance: Any, attribute: attrs.Attribute, value: timedelta) -> None:
-    if value <= timedelta(0):
+def _positive_duration(instance: Any, attribute: attrs.Attribute, value: timedelta | None) -> None:
+    if value is not None and value <= timedelta(0):
         raise ValueError(f"{attribute.name} must be above zero, got {value}")
 
 
-_text = attrs.validators.optional(attrs.validators.instance_of(str))
-_duration = attrs.validators.optional([attrs.validators.instance_of(timedelta), _positive_duration])
+_text = of_type(str, optional=True)
 
 
 @attrs.frozen
@@ -43,7 +43,9 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     backend: str | None = attrs.field(default=None, validator=_text)
     init_method: str | None = attrs.field(default=None, validator=_text)
-    timeout: timedelta | None = attrs.field(default=None, validator=_duration)
+    timeout: timedelta | None = attrs.field(
+        default=None, validator=[of_type(timedelta, optional=True), _positive_duration]
+    )
 
     def settings(self) -> dict[str, Any]:
         """The given fields, under core's keys."""

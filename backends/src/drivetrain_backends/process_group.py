@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -84,16 +85,16 @@ def _initialize(library: str, config: RunConfig, topology: Topology, device: tor
     if device.index is not None and _serves(library, device.type):
         # Connects at once and on the right device; without it the first collective would guess the device.
         options["device_id"] = device
-    if topology.size == 1 and config.init_method is None:
-        options["store"] = dist.HashStore()  # nobody to meet
-    else:
-        options["init_method"] = _meeting_point(config, topology)
+    alone = topology.size == 1 and config.init_method is None
+    where = "this process" if alone else _meeting_point(config, topology)
+    undo = contextlib.ExitStack()
     try:
+        options["store"] = dist.HashStore() if alone else _meet(where, topology, options.get("timeout"), undo)
         dist.init_process_group(**options)
     except (RuntimeError, ValueError) as error:
+        undo.close()
         # torch numbers groups, and has counted this one: a second try would look for the others under another number.
         dist.distributed_c10d._world.group_count = 0
-        where = options.get("init_method", "this process")
         if where == "env://":
             where = f"{topology.master_address}:{topology.master_port} (MASTER_ADDR, MASTER_PORT)"
         raise DrivetrainError(
@@ -101,6 +102,32 @@ def _initialize(library: str, config: RunConfig, topology: Topology, device: tor
             f"{collectives.first_line(error)}. Check that all of them were started, that rank 0's machine can be "
             f"reached at this address and that no other job uses the port"
         ) from error
+
+
+def _meet(where: str, topology: Topology, timeout: timedelta | None, undo: contextlib.ExitStack) -> dist.Store:
+    """The store at which the processes of this world find each other.
+
+    A launcher's store stays when a process group is destroyed, with the addresses that its ranks had. Another group,
+    after ``end_training``, would look for the others there and wait for ever. So each rank counts its worlds in the
+    store, and every world has a part of it to itself.
+
+    Args:
+        where: As ``init_process_group`` takes it.
+        topology: What the launcher decided.
+        timeout: Longest wait for the others; None: torch's own.
+        undo: Given what takes the count back, for a second try after a failure.
+    """
+    limit = {} if timeout is None else {"timeout": timeout}
+    store, _, _ = next(dist.rendezvous(where, topology.rank, topology.size, **limit))
+    key = f"drivetrain/{topology.rank}"
+    number = store.add(key, 1)
+
+    def forget() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and its counts with it
+            store.add(key, -1)
+
+    undo.callback(forget)
+    return dist.PrefixStore(f"drivetrain/world {number}", store)
 
 
 def _serves(library: str, device_type: str) -> bool:

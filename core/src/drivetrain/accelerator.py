@@ -174,14 +174,16 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
             As many objects in the same order; the object itself for a single one.
 
         Raises:
-            ValueError: ``device_placement`` has another length than ``objects``, or an object comes twice.
+            ValueError: ``device_placement`` is no list as long as ``objects``, or an object comes twice.
+            TypeError: A list, tuple or dict holds what could be prepared.
             DrivetrainError: An optimizer holds parameters of no prepared model, in a run of several shards.
         """
         if device_placement is None:
             device_placement = [None] * len(objects)
-        if len(device_placement) != len(objects):
+        if not isinstance(device_placement, (list, tuple)) or len(device_placement) != len(objects):
             raise ValueError(
-                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each"
+                f"device_placement must be a list of one entry for each of {len(objects)} objects; "
+                f"got {device_placement!r}"
             )
         placed = [self.device_placement if flag is None else flag for flag in device_placement]
         prepared = prepare(self, objects, placed)
@@ -205,9 +207,12 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
         """``prepare`` for one optimizer."""
         return self.prepare(optimizer, device_placement=[device_placement])
 
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any:
-        """``prepare`` for one loader."""
-        return self.prepare(data_loader, device_placement=[device_placement])
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """``prepare`` for one loader, with a ``DataLoaderConfiguration.slice_fn_for_dispatch`` of its own."""
+        with self._slicing_by(slice_fn_for_dispatch):
+            return self.prepare(data_loader, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """``prepare`` for one learning-rate scheduler."""

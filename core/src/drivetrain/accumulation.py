@@ -21,33 +21,31 @@ from typing import Any, Literal
 import attrs
 from torch import nn
 
+from drivetrain.validators import at_least, one_of
+
 __all__ = ["Accumulation", "Frame", "GradientAccumulationPlugin"]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class GradientAccumulationPlugin:
     """How micro-batches form groups.
 
     Attributes:
         num_steps: Micro-batches in a group; None: as configured outside the code.
-        short_group: What happens to a group of k < N micro-batches at a loader's end. ``"mean"``: its gradient is the
-            mean over the k, as in every other group. ``"fixed"``: it is still divided by N, as people need who
-            multiply the loss by N themselves (the usual recipe for weighting tokens).
+        adjust_scheduler: Accepted for scripts that pass it; schedulers always count updates.
         sync_with_dataloader: Whether a loader's last batch ends the group. If not, groups run on across epochs.
         sync_each_batch: Reduce gradients over ranks after every micro-batch: more communication, less memory under
             backends that keep unreduced gradients whole.
-        adjust_scheduler: Accepted for scripts that pass it; schedulers always count updates.
+        short_group: What happens to a group of k < N micro-batches at a loader's end. ``"mean"``: its gradient is the
+            mean over the k, as in every other group. ``"fixed"``: it is still divided by N, as people need who
+            multiply the loss by N themselves (the usual recipe for weighting tokens).
     """
 
-    num_steps: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional([attrs.validators.instance_of(int), attrs.validators.ge(1)])
-    )
-    short_group: Literal["mean", "fixed"] = attrs.field(
-        default="mean", validator=attrs.validators.in_(("mean", "fixed"))
-    )
+    num_steps: int | None = attrs.field(default=None, validator=at_least(1, optional=True))
+    adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-    adjust_scheduler: bool = True
+    short_group: Literal["mean", "fixed"] = attrs.field(default="mean", validator=one_of("mean", "fixed"), kw_only=True)
 
 
 @attrs.define(eq=False)

@@ -11,6 +11,7 @@ import attrs
 from drivetrain import registry
 from drivetrain.accumulation import GradientAccumulationPlugin
 from drivetrain.data.configuration import DataLoaderConfiguration
+from drivetrain.elsewhere import KEYWORDS
 from drivetrain.handlers import TorchDynamoPlugin
 from drivetrain.plugin import KwargsHandler
 
@@ -58,6 +59,8 @@ def settings_from_code(
     """
     code = {key: value for key, value in plain.items() if value is not None}
     by_class: dict[type, KwargsHandler] = {}
+    if not isinstance(handlers, (list, tuple)):
+        raise TypeError(f"kwargs_handlers takes a list of KwargsHandler objects; got {handlers!r}")
     for handler in [*handlers, *_claimed(keywords)]:
         if not isinstance(handler, KwargsHandler):
             raise TypeError(f"kwargs_handlers takes KwargsHandler objects; got {type(handler).__name__}")
@@ -79,6 +82,8 @@ def _claimed(keywords: Mapping[str, Any]) -> list[Any]:
                 found.append(value if isinstance(value, TorchDynamoPlugin) else TorchDynamoPlugin(backend=value))
             continue
         entry = registry.keyword(keyword)
+        if entry is None and value is None and (keyword in KEYWORDS or keyword.endswith(("_plugin", "_plugins"))):
+            continue  # scripts pass on what their own arguments may have asked of a plugin
         if entry is None:
             raise TypeError(
                 f"Accelerator() got an unexpected keyword {keyword!r}, which no installed plugin claims"
@@ -90,6 +95,8 @@ def _claimed(keywords: Mapping[str, Any]) -> list[Any]:
 
 
 def _close(keyword: str) -> str:
+    if keyword in KEYWORDS:
+        return f"; use instead: {KEYWORDS[keyword]}"
     import inspect
 
     from drivetrain.accelerator import Accelerator

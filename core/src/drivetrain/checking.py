@@ -10,9 +10,19 @@ from drivetrain import registry
 from drivetrain.config.problems import listed
 from drivetrain.config.resolved import Resolved
 from drivetrain.discovery import Entry
-from drivetrain.errors import ConfigError, DrivetrainError, PluginNotFoundError
+from drivetrain.errors import ConfigError, DrivetrainError, EngineError, PluginError, PluginNotFoundError
 
-__all__ = ["NAMING", "check_sections", "idle_settings", "named", "problems_of", "sections_in_force", "telling_all"]
+__all__ = [
+    "NAMING",
+    "check_sections",
+    "contradictions",
+    "engines_missing",
+    "idle_settings",
+    "named",
+    "problems_of",
+    "sections_in_force",
+    "telling_all",
+]
 
 NAMING = ("backend", "device", "mixed_precision")
 """Settings whose value is the name of a plugin."""
@@ -37,13 +47,79 @@ def named(resolved: Resolved, key: str) -> Entry | None:
 
 
 def problems_of(resolved: Resolved) -> list[str]:
-    """What is wrong with the plugins that settings name, and with their sections; a message for each problem."""
-    problems: list[str] = []
+    """What is wrong with the plugins that settings choose, and with their sections; a message for each problem.
+
+    An engine that is missing is none of them, see :func:`engines_missing`.
+    """
+    chosen, failures = _chosen(resolved)
+    problems = [text for text, error in failures if not isinstance(error, EngineError)]
+    told: set[str] = set()
+    for entry, where in chosen:
+        try:
+            registry.describe(entry)
+        except PluginError as error:
+            told.add(str(error))
+            problems.append(f"{where}: {error}")
+    broken: list[str] = []
+    found = _problems_in_sections(resolved, broken)
+    return [*problems, *(text for text in broken if text not in told), *found]
+
+
+def contradictions(resolved: Resolved) -> list[str]:
+    """A message for each pair of settings that exclude each other, as a launch would find out; see :func:`problems_of`.
+
+    Imports no engine, and touches no device.
+    """
+    from drivetrain.launch import plan, prepare
+
+    found = plan.contradictions(resolved)
+    with contextlib.suppress(PluginError):  # told by problems_of, or by engines_missing
+        backend = named(resolved, "backend")
+        if backend is not None and not resolved.problems(backend.name, registry.load(backend).Config):
+            try:
+                prepare.check_processes(resolved, backend)
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def engines_missing(resolved: Resolved) -> list[str]:
+    """A message for each plugin that settings choose whose engine is not installed here in a version that fits.
+
+    Told apart from problems, since settings may be made for another machine. Imports no engine.
+    """
+    chosen, failures = _chosen(resolved)
+    missing = [text for text, error in failures if isinstance(error, EngineError)]
+    for entry, where in chosen:
+        try:
+            registry.load(entry)
+        except EngineError as error:
+            missing.append(f"{where}: {error}")
+        except PluginError:
+            continue  # told by problems_of
+    return missing
+
+
+def _chosen(resolved: Resolved) -> tuple[list[tuple[Entry, str]], list[tuple[str, DrivetrainError]]]:
+    """The plugins that settings choose, each with where; and messages on those that can't be had, each with its error.
+
+    What only a device can decide is left out: which device ``auto`` means, and which member of a family of precisions.
+    """
+    chosen: list[tuple[Entry, str]] = []
+    failures: list[tuple[str, DrivetrainError]] = []
     for key in NAMING:
-        with _noting(problems):
-            named(resolved, key)
-    found = _problems_in_sections(resolved, broken=problems)
-    return problems + found
+        try:
+            if entry := named(resolved, key):
+                chosen.append((entry, resolved.origin(key).where))
+        except DrivetrainError as error:
+            failures.append((str(error), error))
+    if resolved.run.backend is None and (resolved.run.num_processes or 1) > 1:
+        where = resolved.origin("num_processes").where
+        try:
+            chosen.append((registry.choose_default_backend(), where))
+        except PluginError as error:
+            failures.append((f"{where}: {error}", error))
+    return chosen, failures
 
 
 def check_sections(resolved: Resolved) -> None:
@@ -124,21 +200,14 @@ def telling_all(resolved: Resolved) -> Iterator[None]:
 def sections_in_force(resolved: Resolved) -> dict[str, Any]:
     """Sections of the plugins that are chosen, and those that were given, as their classes made them, by name.
 
-    A section in which something is wrong has its defaults. What only a device can decide is left out: which device
-    ``auto`` means, and which member of a family of precisions.
+    A section in which something is wrong has its defaults.
     """
-    problems: list[str] = []  # told by problems_of
-    entries: list[Entry | None] = [entry for name in resolved.sections() for entry in _providers(name)]
-    for key in NAMING:
-        with _noting(problems):
-            entries.append(named(resolved, key))
-    if resolved.run.backend is None and (resolved.run.num_processes or 1) > 1:
-        with _noting(problems):
-            entries.append(registry.choose_default_backend())
+    entries = [entry for name in resolved.sections() for entry in _providers(name)]
+    entries += [entry for entry, _ in _chosen(resolved)[0]]
     made: dict[str, Any] = {}
     for entry in entries:
-        if entry is not None and entry.name not in made:
-            with _noting(problems):
+        if entry.name not in made:
+            with _noting([]):  # told by problems_of
                 made[entry.name] = _made(resolved, entry.name, registry.describe(entry).Config)
     return made
 

@@ -186,7 +186,8 @@ def clip_grad_norm(run: Run, parameters: Sequence[nn.Parameter], max_norm: float
 
 
 def clip_grad_value(run: Run, parameters: Sequence[nn.Parameter], clip_value: float) -> None:
-    nn.utils.clip_grad_value_(parameters, clip_value)
+    if any(parameter.grad is not None for parameter in parameters):  # torch fails where there is nothing to clip
+        nn.utils.clip_grad_value_(parameters, clip_value)
 
 
 def step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

@@ -13,10 +13,10 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ _MOST_ROWS = 100
 """A plugin may give that many rows; an endless generator must not fill the disk until the timeout."""
 _KEPT = 2000
 """Characters of a dead process's last output that its row shows at most."""
+
+_running: set[subprocess.Popen[bytes]] = set()
+"""Examined processes that have not ended."""
 
 # The worker sees exactly the modules its parent sees, whatever the current directory holds.
 _BOOTSTRAP = (
@@ -53,21 +56,34 @@ class Row:
         return {"subject": self.subject, **attrs.asdict(self.check)}
 
 
-def examine_all(timeout: float) -> Iterator[Row]:
+def examine_all(timeout: float) -> Generator[Row, None, None]:
     """Everything the doctor knows to look at: what is common to all plugins, then each plugin.
 
-    Rows come as soon as they and all before them are known.
+    Rows come as soon as they and all before them are known. Whoever does not want the rest closes the iterator: what is
+    examined then is killed, however long it would take.
 
     Args:
         timeout: Seconds that each examined process may take.
     """
     entries = [entry for names in discovery.entries().values() for each in names.values() for entry in each]
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        general = pool.submit(general_rows, timeout)
-        examined = pool.map(lambda entry: examine(entry, timeout), entries)
-        yield from general.result()
-        for rows in examined:
-            yield from rows
+        examined = [pool.submit(general_rows, timeout), *(pool.submit(examine, entry, timeout) for entry in entries)]
+        try:
+            for rows in examined:
+                yield from rows.result()
+        except BaseException:
+            _abandon(examined)
+            raise
+
+
+def _abandon(examined: Sequence[Future[Any]]) -> None:
+    """End all that is being examined."""
+    for future in examined:
+        future.cancel()
+    while not all(future.done() for future in examined):
+        for process in tuple(_running):
+            _kill_group(process)
+        time.sleep(0.05)  # one that was about to be started is met in the next round
 
 
 # ------------------------------------------------------------------------------------------------- one plugin, outside
@@ -88,8 +104,10 @@ def _run_worker(
     arguments: list[str], timeout: float, fix: str, environment: Mapping[str, str] | None = None
 ) -> list[Check]:
     """The checks a worker wrote, and one more if it did not come to its end."""
-    with tempfile.TemporaryDirectory(prefix="drivetrain-doctor-", ignore_cleanup_errors=True) as directory:
-        report = Path(directory, "rows.jsonl")
+    from drivetrain.launch.elastic import run_folder
+
+    with run_folder() as folder:
+        report = folder / "rows.jsonl"
         command = [sys.executable, "-c", _BOOTSTRAP, "\n".join(sys.path), str(report), *arguments]
         ended, output = _run(command, timeout, environment)
         lines = report.read_text("utf-8").splitlines() if report.exists() else []
@@ -110,6 +128,7 @@ def _run(command: list[str], timeout: float, environment: Mapping[str, str] | No
         start_new_session=True,
         env={**os.environ, **(environment or {})},
     )
+    _running.add(process)
     output = bytearray()
     reader = threading.Thread(target=_keep_end, args=(process.stdout, output), daemon=True)
     reader.start()
@@ -119,6 +138,7 @@ def _run(command: list[str], timeout: float, environment: Mapping[str, str] | No
         ended = f"did not finish in {timeout:g} s"
     finally:
         _kill_group(process)
+        _running.discard(process)
     reader.join(1.0)  # a process that left the group may hold the pipe open; its output is not waited for
     return ended, bytes(output).decode("utf-8", "replace")
 
@@ -195,7 +215,7 @@ def _plugin_checks(role: str, name: str) -> Iterator[Check]:
         yield Check("engine", None, str(error))
         return
     except Exception as error:
-        yield Check("load", False, str(error), "pip install --upgrade, or uninstall, its distribution")
+        yield Check("load", False, str(error), f"pip install --upgrade {name.partition(':')[0]}, or uninstall it")
         return
     if not issubclass(plugin, Plugin):
         yield Check("load", True)
@@ -208,7 +228,10 @@ def _plugin_checks(role: str, name: str) -> Iterator[Check]:
 
 
 def _presence(device: type[Device]) -> str:
-    return f"yes, {device.label}" if device.present() else f"no {device.label}"
+    """What ``device: auto`` finds of it."""
+    if getattr(device.present, "__func__", None) is getattr(Device.present, "__func__"):  # noqa: B009
+        return "not looked for: used only where settings name it"
+    return f"yes, {device.label}" if device.present() else f"no {device.label} found here"
 
 
 def _tracker_checks(tracker: type) -> Iterator[Check]:

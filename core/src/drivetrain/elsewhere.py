@@ -1,12 +1,12 @@
-"""Names that scripts import from Accelerate and that are not here, each with what to use instead."""
+"""Names that scripts know from Accelerate and that are not here, each with what to use instead."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["INSTEAD", "instead_of", "resolve"]
+__all__ = ["ATTRIBUTES", "INSTEAD", "KEYWORDS", "KnownElsewhere", "instead_of", "resolve"]
 
 _TEXTS = "it is a text here"
 _CHECKPOINT = "files of a checkpoint are listed in its manifest.json; drivetrain.checkpoint describes the layout"
@@ -19,6 +19,9 @@ _TIED = "prepare and save_model keep tied parameters tied"
 _OTHER_AXES = "not offered; a backend that shards cuts a model over all ranks, or over shard_size of them"
 _BIG_MODELS = "placing one model on several devices for inference is not offered; a backend that shards trains big ones"
 _EMPTY = "accelerator.init_context() builds a model in parts under a backend that shards; else torch.device('meta')"
+_HANDLERS = "accelerator.handlers() has those given in code, by class"
+_PRECISION = "accelerator.mixed_precision names the precision"
+_ORDER = "the order of samples is a function of seed and epoch, so no generator is synchronized"
 _NUMACTL = "start the processes under numactl, or with the options of the job scheduler"
 
 INSTEAD: Mapping[str, str] = {
@@ -101,6 +104,21 @@ INSTEAD: Mapping[str, str] = {
     "model_has_dtensor": "accelerator.run.capabilities.shards_params says whether parameters are cut",
     "recursive_getattr": "operator.attrgetter takes dotted names",
     "retie_parameters": _TIED,
+    "OffloadedWeightsLoader": _BIG_MODELS,
+    "check_device_map": _BIG_MODELS,
+    "compute_module_sizes": _BIG_MODELS,
+    "dtype_byte_size": "dtype.itemsize",
+    "get_max_layer_size": _BIG_MODELS,
+    "has_offloaded_params": _BIG_MODELS,
+    "load_offloaded_weights": _BIG_MODELS,
+    "load_state_dict": "safetensors.torch.load_file, or load for files of save",
+    "named_module_tensors": "module.named_parameters() and module.named_buffers()",
+    "offload_state_dict": _BIG_MODELS,
+    "set_module_tensor_to_device": _BIG_MODELS,
+    # the rest
+    "get_pretty_name": "getattr(thing, '__qualname__', type(thing).__qualname__)",
+    "is_peft_model": "isinstance(accelerator.unwrap_model(model), peft.PeftModel)",
+    "rich": "rich's own traceback.install()",
     # libraries whose package is called otherwise than the question
     "is_4bit_bnb_available": "is_bitsandbytes_available()",
     "is_8bit_bnb_available": "is_bitsandbytes_available()",
@@ -111,6 +129,63 @@ INSTEAD: Mapping[str, str] = {
     "is_torchdata_stateful_dataloader_available": "every prepared loader keeps its position, with or without torchdata",
     "is_weights_only_available": "every torch that is supported has torch.load(weights_only=True)",
 }
+
+ATTRIBUTES: Mapping[str, str] = {
+    # of an Accelerator
+    "_custom_objects": "register_for_checkpointing keeps them for save_state and load_state",
+    "_dataloaders": "accelerator.known.loaders",
+    "_models": "accelerator.known.wrapped_models",
+    "_optimizers": "accelerator.known.optimizers",
+    "_schedulers": "accelerator.known.schedulers",
+    "context_parallel_rank": _OTHER_AXES,
+    "data_parallel_shard_rank": "accelerator.run.world.mesh has the axes of a backend that shards",
+    "is_composable_parallelism_enabled": _OTHER_AXES,
+    "lomo_backward": "not offered; such an optimizer updates in its own fused_backward, unprepared",
+    "maybe_context_parallel": _OTHER_AXES,
+    "native_amp": _PRECISION,
+    "parallelism_config": _OTHER_AXES,
+    "pipeline_parallel_rank": _OTHER_AXES,
+    "rng_types": _ORDER,
+    "tensor_parallel_rank": _OTHER_AXES,
+    "torch_device_mesh": "accelerator.run.world.mesh",
+    "use_fp16": _PRECISION,
+    "verify_device_map": _BIG_MODELS,
+    # of a state
+    "_reset_state": "drivetrain.state.reset() takes the run down, and with it all states",
+    "_shared_state": "drivetrain.state.current() is what all states view",
+    "debug": "collectives are always compared over ranks first; check_collectives: false leaves that out",
+    "default_device": "device",
+    "dynamo_plugin": "config.compile",
+    "fork_launched": "nothing depends on how processes were started",
+    "plugin_kwargs": "num_steps, sync_with_dataloader and adjust_scheduler are attributes",
+    "set_device": "the device is chosen and set when the run comes up; settings device and gpu_ids say which",
+}
+"""Attributes of objects, apart from handlers and from what is named like a plugin's keyword of ``Accelerator(...)``."""
+
+KEYWORDS: Mapping[str, str] = {
+    "fp16": "mixed_precision='fp16'",
+    "logging_dir": "project_config=ProjectConfiguration(logging_dir=...)",
+    "parallelism_config": _OTHER_AXES,
+    "torch_tp_plugin": _OTHER_AXES,
+}
+"""Keywords of ``Accelerator(...)``."""
+
+
+class KnownElsewhere:
+    """Base of classes that scripts know from elsewhere: an attribute that is not here says what to use instead."""
+
+    if not TYPE_CHECKING:  # type checkers are to find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property's own error, which led here
+            from drivetrain import registry
+
+            instead = _HANDLERS if name.endswith("_handler") else ATTRIBUTES.get(name)
+            if instead is None and not name.startswith("_") and name in registry.keywords():
+                instead = "accelerator.run.names has the plugins of the run, accelerator.handlers() what code gave them"
+            hint = f"; use instead: {instead}" if instead else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
 
 def instead_of(name: str) -> str | None:

@@ -11,7 +11,7 @@ from drivetrain.plugin import KwargsHandler
 __all__ = ["AutocastKwargs", "GradScalerKwargs", "TorchDynamoPlugin"]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class AutocastKwargs(KwargsHandler):
     """How ``accelerator.autocast()`` and the forward of prepared models compute.
 
@@ -25,7 +25,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool = True
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class GradScalerKwargs(KwargsHandler):
     """The loss scaler of ``mixed_precision: fp16``; fields as in ``torch.amp.GradScaler``."""
 

@@ -144,6 +144,9 @@ class HookSpecs:
     def init_world(self, config: RunConfig, topology: Topology, device: torch.device, collectives: str | None) -> World:
         """Bring up communication and say where this process stands.
 
+        Go on in what is up already: it is the user's, or that of a run which this one takes the place of and which is
+        shut down after it (a state was asked who this process is, before an Accelerator said how to compute).
+
         Default: a world of one process; an error for more, since core itself has no collectives.
 
         :param config: The resolved configuration.

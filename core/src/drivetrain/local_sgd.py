@@ -26,16 +26,18 @@ class LocalSGD:
     Args:
         accelerator: It prepared the model.
         model: The prepared model.
-        local_sgd_steps: Updates from one average to the next.
+        local_sgd_steps: Updates from one average to the next; None, if it is not enabled.
         enabled: False trains as without this context.
 
     Raises:
         DrivetrainError: The backend does not keep a whole model with its own optimizer on every rank.
-        ValueError: ``local_sgd_steps`` is below 1.
+        ValueError: ``local_sgd_steps`` is below 1 where it is enabled.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if local_sgd_steps < 1:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int | None, enabled: bool = True
+    ) -> None:
+        if enabled and (local_sgd_steps is None or local_sgd_steps < 1):
             raise ValueError(f"local_sgd_steps must be at least 1; got {local_sgd_steps}")
         self.enabled = enabled and accelerator.use_distributed
         self.accelerator = accelerator

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ProfileKwargs", "profile"]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class ProfileKwargs(KwargsHandler):
     """How ``accelerator.profile()`` records.
 
@@ -45,11 +45,11 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def build(self, activities: Sequence[Any]) -> Any:
+    def build(self, activities: Sequence[Any] = ()) -> Any:
         """The profiler.
 
         Args:
-            activities: What is recorded if this object names nothing.
+            activities: What is recorded if this object names nothing; none: what torch finds.
 
         Raises:
             ValueError: A name is no activity of this torch.
@@ -65,7 +65,7 @@ class ProfileKwargs(KwargsHandler):
             )
         named = [known[name.upper()] for name in self.activities or ()]
         return torch.profiler.profile(
-            activities=named or list(activities),
+            activities=named or list(activities) or None,
             schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
             on_trace_ready=self.on_trace_ready,
             record_shapes=self.record_shapes,

@@ -13,7 +13,7 @@ from typing import Any
 from drivetrain import discovery
 from drivetrain.discovery import CORE, GROUPS, TRACKERS, Entry, entries, exports, extras, keywords
 from drivetrain.elsewhere import instead_of
-from drivetrain.errors import PluginError, PluginNotFoundError
+from drivetrain.errors import EngineError, PluginError, PluginNotFoundError
 from drivetrain.loading import (
     at_fault,
     by_name,
@@ -93,14 +93,28 @@ def find_precision(name: str, *, where: str | None = None) -> Entry | None:
     """The installed precision of that name; None if it is a family, whose member depends on device and backend.
 
     Raises:
+        EngineError: It is a family, and no engine of its members is installed in a version that fits.
         PluginError: As of ``find``.
     """
     try:
         return find("precision", name, where=where)
     except PluginNotFoundError:
-        if any(found.family == name for found in load_all("precision")[0].values()):
-            return None
-        raise
+        members = _members(name)
+        if not members:
+            raise
+    loaded, broken = load_all("precision")
+    if not any(member in loaded for member in members):
+        reasons = ". ".join(str(broken[member]) for member in members)
+        raise EngineError(_located(where, f"no member of the precision family {name!r} works here. {reasons}"))
+    return None
+
+
+def _members(family: str) -> list[str]:
+    """Precisions of a family in its own order, whether their engines are there or not."""
+    described = describe_all("precision").items()
+    return [
+        name for _, name in sorted((found.family_rank, name) for name, found in described if found.family == family)
+    ]
 
 
 def _qualified(installed: Mapping[str, tuple[Entry, ...]], name: str) -> tuple[Entry, ...]:
@@ -338,7 +352,7 @@ def resolve_precision(
         if found.family == name
     )
     reasons = [str(error) for error in broken.values()]
-    if not members:
+    if not members and not _members(name):
         # One that can't be loaded may be of that family, unless it is plain what was meant.
         told = [] if _closest("precision", name) in loaded else reasons
         raise PluginNotFoundError(_located(where, ". ".join([_not_found("precision", name), *told])))

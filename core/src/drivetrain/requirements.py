@@ -14,7 +14,7 @@ from drivetrain.discovery import CORE, extra_roles, extras, normalized
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["installed_version", "members", "plugin_extras", "unmet"]
+__all__ = ["installed_version", "installed_versions", "members", "plugin_extras", "unmet"]
 
 
 def installed_version(distribution: str) -> str | None:
@@ -36,6 +36,18 @@ def unmet(requirements: Iterable[str], extra: str = "") -> list[str]:
         extra: The extra for which they are asked; what only other extras want is left out.
     """
     return _unmet(requirements, extra, frozenset())
+
+
+def installed_versions(requirements: Iterable[str]) -> list[str]:
+    """What is installed of the distributions that requirements name and that are wanted here, such as ``torch 2.13.0``.
+
+    Args:
+        requirements: As PEP 508 writes them, none of them ``unmet``.
+    """
+    from packaging.requirements import Requirement
+
+    wanted = [requirement for requirement in map(Requirement, requirements) if _applies(requirement, "")]
+    return [f"{requirement.name} {installed_version(requirement.name)}" for requirement in wanted]
 
 
 def _unmet(requirements: Iterable[str], extra: str, visited: frozenset[tuple[str, str]]) -> list[str]:

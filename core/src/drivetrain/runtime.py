@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from drivetrain.plugin import Backend, Plugin, Precision
     from drivetrain.registry import Entry
 
-__all__ = ["Runtime", "choose_backend", "choose_device", "precision_name", "start"]
+__all__ = ["Runtime", "check_device_numbers", "choose_backend", "choose_device", "precision_name", "start"]
 
 logger = logging.getLogger("drivetrain")
 
@@ -39,10 +39,16 @@ class Runtime:
     resolved: Resolved
     notes: tuple[str, ...] = ()
     """What was decided on the user's behalf, and why."""
+    former: Runtime | None = None
+    """The run whose world this one goes on in, with other settings."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Take the world down. Waits for the other ranks only when there is no error."""
-        self.run.hooks.shutdown(run=self.run, error=error)
+        try:
+            self.run.hooks.shutdown(run=self.run, error=error)
+        finally:
+            if self.former is not None:
+                self.former.close(error)
 
 
 def choose_device(resolved: Resolved) -> tuple[Entry, list[str]]:
@@ -105,8 +111,14 @@ def _section(entry: Entry, cls: type[Plugin], resolved: Resolved) -> Any:
         raise registry.at_fault(entry, str(error)) from error
 
 
-def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
+def start(resolved: Resolved, topology: Topology | None = None, former: Runtime | None = None) -> Runtime:
     """Bring up the run a configuration describes, in the world the launcher decided.
+
+    Args:
+        resolved: The configuration.
+        topology: What the launcher decided; None: it is read from the environment.
+        former: A run of this process that this one takes the place of. Its world stays up, for backends to go on in as
+            they do in one that the user made, and is taken down with this one.
 
     Raises:
         DrivetrainError: A plugin is missing, broken, or can't work with the others. Nothing is left running then.
@@ -161,20 +173,34 @@ def start(resolved: Resolved, topology: Topology | None = None) -> Runtime:
         names={"backend": backend_entry.name, "device": device_entry.name, "precision": precision_entry.name},
         hooks=hooks,
     )
-    runtime = Runtime(run, resolved, (*backend_notes, *device_notes, *precision_notes))
+    runtime = Runtime(run, resolved, (*backend_notes, *device_notes, *precision_notes), former)
     _announce(runtime)
     return runtime
 
 
-def _assign_device(topology: Topology, config: RunConfig, label: str = "device") -> Topology:
-    """Give each process of this machine its entry of ``gpu_ids``; ``label`` is what one of them is called."""
-    if isinstance(config.gpu_ids, str):
-        return topology
-    if topology.local_size > len(config.gpu_ids):
+def check_device_numbers(config: RunConfig, processes: int, label: str) -> None:
+    """Check that ``gpu_ids`` has an entry for each process of this machine.
+
+    Args:
+        config: The settings.
+        processes: On this machine.
+        label: What one of the devices is called.
+
+    Raises:
+        ConfigError: It has fewer.
+    """
+    if isinstance(config.gpu_ids, list) and processes > len(config.gpu_ids):
         raise ConfigError(
-            f"gpu_ids names {len(config.gpu_ids)} {label}(s) for {topology.local_size} processes on this machine; "
+            f"gpu_ids names {len(config.gpu_ids)} {label}(s) for {processes} processes on this machine; "
             f"name one for each process (the same one several times, if they are to share it)"
         )
+
+
+def _assign_device(topology: Topology, config: RunConfig, label: str = "device") -> Topology:
+    """Give each process of this machine its entry of ``gpu_ids``; ``label`` is what one of them is called."""
+    check_device_numbers(config, topology.local_size, label)
+    if isinstance(config.gpu_ids, str):
+        return topology
     return attrs.evolve(topology, device_index=config.gpu_ids[topology.local_rank])
 
 

@@ -1,7 +1,8 @@
 """Process-wide views of the run: who am I, what is it set to, where is it.
 
 There is one run in a process, since there is one world. It is made by the first object that needs it and shared by all
-others; asking for other settings later raises instead of building a second world.
+others. What a state asks for is who it is, so the first Accelerator may still say how to compute and distribute; later,
+asking for other settings raises instead of building a second world.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import attrs
 import torch
 
 from drivetrain import collectives
-from drivetrain.conflicts import check_right, check_same
+from drivetrain.conflicts import added, check_right, check_same, differing, of_the_world
 from drivetrain.distributed_type import DistributedType
+from drivetrain.elsewhere import KnownElsewhere
 from drivetrain.errors import DrivetrainError
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
+    from drivetrain.config import Resolved
     from drivetrain.runtime import Runtime
     from drivetrain.world import Run
 
@@ -29,6 +33,12 @@ __all__ = ["AcceleratorState", "GradientState", "PartialState", "current", "ensu
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _runtime: Runtime | None = None
+_ended: Run | None = None
+"""The run that was taken down last: states still know who they were."""
+_asked: dict[str, Any] = {}
+"""What the run was asked for in code so far."""
+_settled = False
+"""Whether an Accelerator has been made, which may have prepared objects."""
 _accelerators: list[weakref.ref[Accelerator]] = []
 
 # Settings an Accelerator keeps for itself, so that a second one may have others.
@@ -55,31 +65,47 @@ def ensure(code: Mapping[str, Any] | None = None, config_file: Any = None) -> Ru
     global _runtime
     asked = dict(code or {})
     code = {key: value for key, value in asked.items() if key not in _OWN}
-    if _runtime is not None:
-        check_right({key: value for key, value in asked.items() if key in _OWN})
-        check_same(_runtime, code, config_file)
-        return _runtime
+    check_right({key: value for key, value in asked.items() if key in _OWN})
+    if _runtime is None:
+        from drivetrain.config import resolve
+
+        _runtime = _start(resolve(config_file=config_file, code=code))
+        atexit.register(_close_at_exit)
+    else:
+        fixed = {key: value for key, value in code.items() if _settled or key in _asked or of_the_world(key)}
+        check_same(_runtime, fixed, config_file)
+        if differing(_runtime, code):
+            _runtime = _start(added(_runtime.resolved, code), former=_runtime)
+    _asked.update(code)
+    return _runtime
+
+
+def _start(resolved: Resolved, former: Runtime | None = None) -> Runtime:
     from drivetrain.checking import telling_all
-    from drivetrain.config import resolve
     from drivetrain.logging import configure
     from drivetrain.runtime import start
 
-    resolved = resolve(config_file=config_file, code=code)
     configure(resolved.run.log_level)
     with telling_all(resolved):
-        _runtime = start(resolved)
-    atexit.register(_close_at_exit)
-    return _runtime
+        return start(resolved, former=former)
 
 
 def reset(error: BaseException | None = None) -> None:
     """Take the run down, so that the next Accelerator starts a new one. For tests and notebooks."""
-    global _runtime
-    runtime, _runtime = _runtime, None
+    global _runtime, _ended, _settled
+    runtime, _runtime, _settled = _runtime, None, False
+    _asked.clear()
     _accelerators.clear()
     atexit.unregister(_close_at_exit)
     if runtime is not None:
+        _ended = _facts(runtime.run)
         runtime.close(error)
+
+
+def _facts(run: Run) -> Run:
+    """A run that keeps nothing alive: it only says where this process was and how it computed."""
+    world = attrs.evolve(run.world, data_group=None, mesh=None)
+    return attrs.evolve(run, world=world, hooks=None)  # type: ignore[arg-type]
 
 
 def _close_at_exit() -> None:
@@ -89,18 +115,21 @@ def _close_at_exit() -> None:
 
 def adopt(accelerator: Accelerator) -> None:
     """Make an Accelerator the one that ``GradientState`` views."""
+    global _settled
+    _settled = True
     _accelerators[:] = [ref for ref in _accelerators if ref() not in (None, accelerator)]
     _accelerators.append(weakref.ref(accelerator))
 
 
-class PartialState:
+class PartialState(KnownElsewhere):
     """Who this process is: rank, device and number of processes, and what can be done with just that.
 
-    All instances view the same run; the first one brings it up.
+    All instances view the same run; the first one brings it up. What they say of this process stays true after the run
+    was taken down.
 
     Args:
         cpu: Run on the CPU even where there is an accelerator.
-        settings: Further settings by key, as in the YAML.
+        settings: Further settings by key, as in the YAML. The first Accelerator may add to them.
     """
 
     def __init__(self, cpu: bool = False, **settings: Any) -> None:
@@ -110,9 +139,18 @@ class PartialState:
 
     @property
     def _run(self) -> Run:
+        """The run, to do something in it."""
         if _runtime is None:
-            raise DrivetrainError("the run this state viewed was taken down; make a new one")
+            raise DrivetrainError(
+                "the run was taken down (end_training and destroy_process_group do), so processes can't wait for each "
+                "other any more; do it before, or make a new state or Accelerator"
+            )
         return _runtime.run
+
+    @property
+    def _seen(self) -> Run:
+        """The run, to look at: the last one, where it was taken down."""
+        return self._run if _runtime is not None or _ended is None else _ended
 
     # ------------------------------------------------------------------------------------------------------ facts
 
@@ -124,52 +162,52 @@ class PartialState:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._run.world.device
+        return self._seen.world.device
 
     @property
     def distributed_type(self) -> DistributedType:
         """How processes work together, such as ``"NO"`` or ``"MULTI_CPU"``; plugins have names of their own."""
-        return DistributedType(self._run.capabilities.distributed_type)
+        return DistributedType(self._seen.capabilities.distributed_type)
 
     @property
     def backend(self) -> str | None:
         """Name of the communication library, such as ``"gloo"``; None without one."""
-        return self._run.world.collectives
+        return self._seen.world.collectives
 
     @property
     def num_processes(self) -> int:
         """Processes of the run, over all machines."""
-        return self._run.world.size
+        return self._seen.world.size
 
     @property
     def process_index(self) -> int:
         """Rank of this process among all."""
-        return self._run.world.rank
+        return self._seen.world.rank
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its machine."""
-        return self._run.world.local_rank
+        return self._seen.world.local_rank
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return self._run.world.rank == 0
+        return self._seen.world.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is the first process of its machine."""
-        return self._run.world.local_rank == 0
+        return self._seen.world.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
         """Whether this is the last rank."""
-        return self._run.world.rank == self._run.world.size - 1
+        return self._seen.world.rank == self._seen.world.size - 1
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
-        return self._run.world.size > 1
+        return self._seen.world.size > 1
 
     # ------------------------------------------------------------------------------------------------- what to do
 
@@ -281,15 +319,15 @@ class AcceleratorState(PartialState):
     @property
     def mixed_precision(self) -> str:
         """Name of the precision the run computes in."""
-        return self._run.names["precision"]
+        return self._seen.names["precision"]
 
     @property
     def config(self) -> Any:
         """The resolved configuration."""
-        return self._run.config
+        return self._seen.config
 
 
-class GradientState:
+class GradientState(KnownElsewhere):
     """Where gradient accumulation and the loaders stand.
 
     Of the Accelerator whose loader is being iterated; of the one created last where there is none.

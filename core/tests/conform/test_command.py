@@ -51,6 +51,9 @@ def test_the_command_ends_with_1_and_the_reason_if_a_check_fails(workers: Any) -
         (("--backend", "single", "--size", "2"), "works with one process only"),
         (("--backend", "single", "--size", "0"), "x>=1"),
         (("--backend", "single", "--set", "nonsense"), "is no KEY=VALUE"),
+        (("--backend", "single", "--set", "single=[1"), "command line: single: '[1' is not valid"),
+        (("--backend", "single", "--set", "single=1", "--set", "single.x=1"), "single.x: unknown key"),
+        (("--backend", "single", "--set", "fp16.init_scale=1", "--set", "fp16.init_scale=2"), "is given twice"),
     ],
 )
 def test_the_command_ends_with_2_if_it_is_used_wrongly(arguments: tuple[str, ...], said: str) -> None:

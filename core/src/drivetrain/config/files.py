@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from drivetrain.config.values import Origin, Table, Value
+from drivetrain.errors import ConfigError
 
-__all__ = ["default_config_file", "read_config_file"]
+__all__ = ["default_config_file", "expanded", "read_config_file"]
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path as the shell reads it: ``~`` is the home folder. Where there is none, it stays as it is."""
+    return Path(os.path.expanduser(path))  # Path.expanduser() would raise
 
 
 def default_config_file(environment: Mapping[str, str] = os.environ) -> Path:
@@ -18,11 +24,11 @@ def default_config_file(environment: Mapping[str, str] = os.environ) -> Path:
     ``~/.config/drivetrain``. A ``default_config.json`` beside it is taken where there is no YAML.
     """
     if home := environment.get("DRIVETRAIN_HOME"):
-        folder = Path(home).expanduser()
+        folder = expanded(home)
     elif xdg := environment.get("XDG_CONFIG_HOME"):
-        folder = Path(xdg).expanduser() / "drivetrain"
+        folder = expanded(xdg) / "drivetrain"
     else:
-        folder = Path(os.path.expanduser("~")) / ".config" / "drivetrain"
+        folder = expanded("~") / ".config" / "drivetrain"
     file, twin = folder / "default_config.yaml", folder / "default_config.json"
     return twin if not os.path.lexists(file) and os.path.lexists(twin) else file
 
@@ -40,6 +46,8 @@ def read_config_file(
     """
     named = config_file if config_file is not None else environment.get("DRIVETRAIN_CONFIG") or None
     if named is not None:
+        if not os.fspath(named):
+            raise ConfigError("the config file that was named has an empty name")
         path = os.path.expanduser(os.fspath(named))
     else:
         default = default_config_file(environment)

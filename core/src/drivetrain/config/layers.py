@@ -74,11 +74,11 @@ def _path(name: str, origin: Origin, sections: Callable[[], Sections]) -> tuple[
     first, *rest = name.lower().split("__")
     if first in field_names():
         return (first, *rest)
+    # Names of plugins may have dashes; names of variables can't.
+    known = {section.lower().replace("-", "_"): section for section in sections().installed}
+    if first in known:
+        return (known[first], *rest)
     if rest:
-        # Names of plugins may have dashes; names of variables can't.
-        known = {section.lower().replace("-", "_"): section for section in sections().installed}
-        if first in known:
-            return (known[first], *rest)
         fail([problem(origin, "", f"no section {first!r}{did_you_mean(first, known) or ' of an installed plugin'}")])
     hint = did_you_mean(first, field_names())
     if hint:

@@ -20,7 +20,7 @@ from drivetrain.config.structure import collect
 from drivetrain.config.values import Origin, Table, Value, merge
 from drivetrain.errors import ConfigError
 
-__all__ = ["resolve"]
+__all__ = ["merged_layers", "resolve"]
 
 
 def resolve(
@@ -63,11 +63,30 @@ def resolve(
         path, layers = _from_sources(config_file, command_line or {}, environment, sections)
     if code:
         layers = (*layers, from_arguments(code, Origin("code")))
+    return merged_layers(layers, path, sections=sections)
+
+
+def merged_layers(
+    layers: tuple[Value, ...],
+    config_file: str | None = None,
+    *,
+    sections: Callable[[], Sections] = installed_sections,
+) -> Resolved:
+    """Layers of settings, in ascending order of precedence, merged and checked.
+
+    Args:
+        layers: What each source gave.
+        config_file: Path of the file that was read.
+        sections: As of ``resolve``.
+
+    Raises:
+        ConfigError: As of ``resolve``.
+    """
     problems: list[str] = []
     for layer in layers:
         check_top_level(layer, sections, problems)
     with contextlib.suppress(ConfigError):  # what is wrong is said below, with everything else
-        resolved = Resolved(layers=layers, config_file=path)
+        resolved = Resolved(layers=layers, config_file=config_file)
         if not problems:
             return resolved
     fail([*problems, *_other_problems(layers)])

@@ -282,7 +282,8 @@ def load_layers(path: str | os.PathLike[str]) -> tuple[str | None, tuple[Value, 
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{os.fspath(path)} is no file of resolved settings ({error!r}). {cure}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{os.fspath(path)} is no file of resolved settings ({what}). {cure}") from error
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Resolved:

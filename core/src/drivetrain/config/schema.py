@@ -16,6 +16,10 @@ import attrs
 __all__ = ["CompileConfig", "RunConfig", "field_names", "help_text", "world_keys"]
 
 
+_MOST = 1 << 20
+"""Processes of a run, and machines. Who writes a larger number has mistyped it, and would learn of it late."""
+
+
 def _about(help: str, *, accepts: Any = None, world: bool = False) -> dict[str, Any]:
     return {"help": help, "world": world, **({} if accepts is None else {"accepts": accepts})}
 
@@ -32,9 +36,22 @@ def _between(low: float, high: float | None = None) -> Callable[..., None]:
     return check
 
 
+def _at_most(high: int) -> Callable[..., None]:
+    def check(_: Any, attribute: attrs.Attribute[Any], value: int | None) -> None:
+        if value is not None and value > high:
+            raise ValueError(f"{attribute.name} must be at most {high}, got {value}")
+
+    return check
+
+
 def _seconds(_: Any, attribute: attrs.Attribute[Any], value: float | None) -> None:
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{attribute.name} must be a finite number of seconds above 0, got {value}")
+
+
+def _some_text(_: Any, attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value == "":
+        raise ValueError(f"{attribute.name} must not be empty; null is the default")
 
 
 def _gpu_ids(value: str | int | list[int]) -> str | list[int]:
@@ -101,19 +118,20 @@ class RunConfig:
     )
     num_processes: int | None = attrs.field(
         default=None,
-        validator=_between(1),
+        validator=[_between(1), _at_most(_MOST)],
         metadata=_about(
             "Number of processes, over all machines; null: one for each device of this machine.", world=True
         ),
     )
     num_machines: int = attrs.field(
-        default=1, validator=_between(1), metadata=_about("Number of machines.", world=True)
+        default=1, validator=[_between(1), _at_most(_MOST)], metadata=_about("Number of machines.", world=True)
     )
     machine_rank: int = attrs.field(
         default=0, validator=_between(0), metadata=_about("Number of this machine, counted from 0.", world=True)
     )
     main_process_ip: str | None = attrs.field(
         default=None,
+        validator=_some_text,
         metadata=_about("Address of machine 0, reachable from the others; null on one machine.", world=True),
     )
     main_process_port: int | None = attrs.field(
@@ -142,10 +160,12 @@ class RunConfig:
     )
     collectives: str | None = attrs.field(
         default=None,
+        validator=_some_text,
         metadata=_about("Communication library, by torch's name for it; null: the device's own."),
     )
     init_method: str | None = attrs.field(
         default=None,
+        validator=_some_text,
         metadata=_about("URL at which the processes meet, as torch takes it; null: where the launcher says."),
     )
     check_collectives: bool = attrs.field(
@@ -166,7 +186,9 @@ class RunConfig:
         default="none", metadata=_about("Which output of the processes goes to the terminal and to a file in log_dir.")
     )
     log_dir: str | None = attrs.field(
-        default=None, metadata=_about("Folder for the output of each process; null: terminal only.")
+        default=None,
+        validator=_some_text,
+        metadata=_about("Folder for the output of each process; null: terminal only."),
     )
     rdzv_backend: str = attrs.field(
         default="static", metadata=_about("How machines find each other: static, c10d or etcd.")

@@ -62,6 +62,9 @@ def _unknown(key: str, value: Value, sections: Sections) -> str:
         return f"unknown key; Accelerate has one of this name, which is here: {known}"
     if key in sections.extras:
         return f'no plugin of this name is installed; to have it: pip install "drivetrain[{key}]"'
+    first, _, rest = key.partition(".")
+    if rest and first in _core_keys() | sections.installed:
+        return f"unknown key; dots are for the command line, in a file {rest!r} stands in the section {first!r}"
     if hint := did_you_mean(key, _core_keys() | sections.installed):
         return f"unknown key{hint}"
     plugins = ", ".join(sorted(sections.installed)) or "none"

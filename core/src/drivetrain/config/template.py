@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import attrs
 import yaml
 
-from drivetrain.config.files import default_config_file
+from drivetrain.config.files import default_config_file, expanded
 from drivetrain.config.layers import from_arguments
 from drivetrain.config.problems import fail
-from drivetrain.config.resolved import Resolved
+from drivetrain.config.resolve import merged_layers
 from drivetrain.config.schema import RunConfig, field_names, help_text
-from drivetrain.config.sections import check_top_level, installed_sections
 from drivetrain.config.values import Origin, Value
 from drivetrain.errors import ConfigError
 
@@ -39,14 +38,14 @@ def config_text(chosen: Mapping[str, Any]) -> str:
         chosen: Values by dotted key; strings are read like scalars of the file.
 
     Raises:
-        ConfigError: A value is wrong, or a key unknown.
+        ConfigError: A value is wrong, a key unknown, or two exclude each other: what ``drivetrain config check`` finds.
     """
+    from drivetrain.checking import contradictions, problems_of  # loads the plugins that are named
+
     layer = from_arguments(chosen, Origin("command line"))
-    problems: list[str] = []
-    check_top_level(layer, installed_sections, problems)
-    if problems:
+    resolved = merged_layers((layer,))
+    if problems := [*problems_of(resolved), *contradictions(resolved)]:
         fail(problems)
-    resolved = Resolved(layers=(layer,))
     lines = [_HEAD]
     for field in attrs.fields(RunConfig):
         value = getattr(resolved.run, field.name)
@@ -108,13 +107,23 @@ def write_config_file(
     text = config_text(chosen)
     named = config_file if config_file is not None else environment.get("DRIVETRAIN_CONFIG") or None
     if named is not None:
-        path = Path(named).expanduser()
+        path = expanded(named)
         return path, write_file(path, text, overwrite)
-    path = default_config_file(environment)
+    path = _default_to_write(environment)
     exists = _check_absent(path, overwrite)
     path = path.with_suffix(".yaml")  # wins over a JSON file in the same place
     write_file(path, text, overwrite)
     return path, exists
+
+
+def _default_to_write(environment: Mapping[str, str]) -> Path:
+    path = default_config_file(environment)
+    if path.parts[0] == "~":
+        raise ConfigError(
+            "the default file has no place: there is no home folder (HOME is not set); name a file, "
+            "or set DRIVETRAIN_HOME to the folder for it"
+        )
+    return path
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | None:
@@ -130,7 +139,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
     Raises:
         ConfigError: A value is wrong, or the file can't be written.
     """
-    path = default_config_file() if save_location is None else Path(save_location).expanduser()
+    path = _default_to_write(os.environ) if save_location is None else expanded(save_location)
     if os.path.lexists(path):
         return None
     write_file(path, config_text({"mixed_precision": mixed_precision}), overwrite=False)
@@ -163,13 +172,19 @@ def _check_absent(path: Path, overwrite: bool) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write aside and rename, so that a full disk never leaves half a file, or none where there was one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    """Write aside and rename, so that a full disk never leaves half a file, or none where there was one.
+
+    A link stays one, and what it leads to is written. Who may read the file is decided by the umask, or by the file
+    that is replaced.
+    """
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise

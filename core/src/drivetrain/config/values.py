@@ -7,6 +7,7 @@ keeps the characters the user wrote: only the class knows whether ``no`` is a wo
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ _BOOLEANS = {
     for spelling in (word, word.capitalize(), word.upper())
 }
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
-_HEXADECIMAL = re.compile(r"[-+]?0x[0-9a-fA-F_]+")
+_HEXADECIMAL = re.compile(r"[-+]?0x[0-9a-fA-F][0-9a-fA-F_]*")
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?")
 _SPECIAL_FLOAT = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 _LONGEST_NUMBER = 100
@@ -190,6 +191,8 @@ def display(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {display(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

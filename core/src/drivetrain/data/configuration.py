@@ -7,9 +7,11 @@ from typing import Any
 
 import attrs
 
+from drivetrain.validators import of_type
+
 __all__ = ["DataLoaderConfiguration"]
 
-_boolean = attrs.validators.instance_of(bool)
+_boolean = of_type(bool)
 
 
 def _callable_or_none(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -17,7 +19,7 @@ def _callable_or_none(_: Any, attribute: attrs.Attribute[Any], value: Any) -> No
         raise TypeError(f"{attribute.name} must be a function or None; got {value!r}")
 
 
-@attrs.define(kw_only=True)
+@attrs.define
 class DataLoaderConfiguration:
     """How ``prepare`` shares a loader's data out over the data-parallel ranks.
 
@@ -40,16 +42,16 @@ class DataLoaderConfiguration:
     """
 
     split_batches: bool = attrs.field(default=False, validator=_boolean)
-    dispatch_batches: bool | None = attrs.field(default=None, validator=attrs.validators.optional(_boolean))
+    dispatch_batches: bool | None = attrs.field(default=None, validator=of_type(bool, optional=True))
     even_batches: bool = attrs.field(default=True, validator=_boolean)
     use_seedable_sampler: bool = attrs.field(default=True, validator=_boolean)
-    data_seed: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(attrs.validators.instance_of(int))
-    )
+    data_seed: int | None = attrs.field(default=None, validator=of_type(int, optional=True))
     non_blocking: bool = attrs.field(default=False, validator=_boolean)
     use_stateful_dataloader: bool = attrs.field(default=False, validator=_boolean)
-    already_sharded: bool = attrs.field(default=False, validator=_boolean)
-    slice_fn_for_dispatch: Callable[..., Any] | None = attrs.field(default=None, validator=_callable_or_none)
+    already_sharded: bool = attrs.field(default=False, validator=_boolean, kw_only=True)
+    slice_fn_for_dispatch: Callable[..., Any] | None = attrs.field(
+        default=None, validator=_callable_or_none, kw_only=True
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.already_sharded and self.dispatch_batches:

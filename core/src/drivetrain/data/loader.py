@@ -10,6 +10,7 @@ import attrs
 from torch.utils.data import DataLoader
 
 from drivetrain.data.feed import Feed
+from drivetrain.data.full_batches import FullBatches
 from drivetrain.data.progress import Progress
 from drivetrain.data.rows import Rows
 
@@ -35,6 +36,7 @@ class _Now:
 
     rows: Rows | None = None
     ending: bool = False
+    full_batches: FullBatches = attrs.field(factory=FullBatches)
 
 
 class DataLoaderShard(DataLoader):
@@ -156,6 +158,11 @@ class DataLoaderShard(DataLoader):
     def rows(self) -> Rows | None:
         """The rows of the batch given last; None before the first, and where other ranks' data isn't known."""
         return self._now.rows if self._trims else None
+
+    @property
+    def full_batches(self) -> FullBatches:
+        """What metrics had for full batches."""
+        return self._now.full_batches
 
     @property
     def end_of_dataloader(self) -> bool:

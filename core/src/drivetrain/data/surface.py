@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -48,6 +48,17 @@ class LoadersMixin:
         from drivetrain.uneven import join_uneven_inputs
 
         return join_uneven_inputs(self, joinables, even_batches)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _slicing_by(self, slice_fn_for_dispatch: Callable[..., Any] | None) -> Iterator[None]:
+        """Context in which loaders are prepared with that function; None changes nothing."""
+        before = self.dataloader_config
+        if slice_fn_for_dispatch is not None:
+            self.dataloader_config = attrs.evolve(before, slice_fn_for_dispatch=slice_fn_for_dispatch)
+        try:
+            yield
+        finally:
+            self.dataloader_config = before
 
     @property
     def even_batches(self) -> bool:

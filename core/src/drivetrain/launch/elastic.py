@@ -43,7 +43,7 @@ def start(plan: LaunchPlan) -> int:
 
     Raises:
         ConfigError: The port asked for is taken.
-        DrivetrainError: The machines did not find each other.
+        DrivetrainError: The machines did not find each other, or a process could not be started.
     """
     if plan.processes is None:
         raise DrivetrainError("start() needs a plan whose number of processes is decided")
@@ -56,6 +56,9 @@ def start(plan: LaunchPlan) -> int:
         except Stopped as stopped:
             processes.stop(stopped.signum)  # again: torch may have been about to tell of a rank it started
             return _interrupted(plan, processes, stopped.signum)
+        except OSError as error:  # no program, no more processes, no folder for logs: nothing that ranks did
+            processes.stop(None)
+            raise DrivetrainError(f"the processes can't be started: {error}") from error
         return _outcome(plan, processes, logs)
 
 
@@ -131,11 +134,18 @@ def _check_port(plan: LaunchPlan) -> None:
 
 @contextlib.contextmanager
 def run_folder(resolved_config: str | None = None) -> Iterator[Path]:
-    """The run's own folder, private to the user: that of the resolved configuration, else a new one that goes again."""
+    """The run's own folder, private to the user: that of the resolved configuration, else a new one that goes again.
+
+    Raises:
+        DrivetrainError: There is no place for it.
+    """
     if resolved_config is not None:
         yield Path(resolved_config).parent
         return
-    folder = tempfile.mkdtemp(prefix="drivetrain-")
+    try:
+        folder = tempfile.mkdtemp(prefix="drivetrain-")
+    except OSError as error:
+        raise DrivetrainError(f"no temporary folder can be made: {error}; TMPDIR names where to make one") from error
     try:
         yield Path(folder)
     finally:
@@ -149,8 +159,9 @@ def _outcome(plan: LaunchPlan, processes: Processes, logs: str | None) -> int:
     fault = processes.first
     if fault is None:
         return 0
-    save_fault(processes.folder, fault)
     _say(summary(fault, plan.processes_total or 1, processes.stopped, logs, processes.ended))
+    with contextlib.suppress(OSError):  # a full disk: the exit code is still there
+        save_fault(processes.folder, fault)
     return fault.exit_code
 
 
@@ -163,5 +174,6 @@ def _interrupted(plan: LaunchPlan, processes: Processes, signum: int) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stdout.flush()  # what the ranks wrote comes first
+    with contextlib.suppress(AttributeError, OSError):  # closed, or nobody reads it any more
+        sys.stdout.flush()  # what the ranks wrote comes first
     print(text, file=sys.stderr, flush=True)

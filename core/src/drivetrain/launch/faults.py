@@ -138,7 +138,7 @@ def load_fault(folder: Path) -> Fault | None:
     """The first fault of a run that ended, None if there was none or it is not known."""
     try:
         return Fault(**json.loads((folder / "first-fault.json").read_text(encoding="ascii")))
-    except FileNotFoundError:
+    except (OSError, ValueError, TypeError):  # none was saved, or not all of it
         return None
 
 

@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigError
 if TYPE_CHECKING:
     from drivetrain.config import Resolved, RunConfig
 
-__all__ = ["LaunchPlan", "plan_launch", "rendezvous_options"]
+__all__ = ["LaunchPlan", "contradictions", "plan_launch", "rendezvous_options"]
 
 
 @attrs.frozen(kw_only=True)
@@ -120,6 +120,20 @@ def plan_launch(
         config=run,
         origins={name: str(resolved.origin(name)) for name in field_names()},
     )
+
+
+def contradictions(resolved: Resolved) -> list[str]:
+    """A message for each pair of settings that no launch could follow, whatever is added to them.
+
+    Where machines meet is not asked for: each may be told on its own command line.
+    """
+    found = []
+    for check in (_processes_here, _check_restarts, lambda resolved: rendezvous_options(resolved.run.rdzv_conf)):
+        try:
+            check(resolved)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
 def _processes_here(resolved: Resolved) -> int | None:

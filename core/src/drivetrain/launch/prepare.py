@@ -6,6 +6,7 @@ imported only to count accelerators, where nobody said how many processes there 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -22,13 +23,20 @@ from drivetrain.binding import Hooks, Origin
 from drivetrain.errors import ConfigError, PluginError
 from drivetrain.launch.environment import merge_environment
 from drivetrain.launch.plan import LaunchPlan
-from drivetrain.runtime import capabilities, choose_backend, choose_device, create, precision_name
+from drivetrain.runtime import (
+    capabilities,
+    check_device_numbers,
+    choose_backend,
+    choose_device,
+    create,
+    precision_name,
+)
 
 if TYPE_CHECKING:
     from drivetrain.config import Resolved
     from drivetrain.registry import Entry
 
-__all__ = ["Prepared", "check_target", "launcher_environment", "prepare"]
+__all__ = ["Prepared", "check_processes", "check_target", "launcher_environment", "prepare"]
 
 
 @attrs.frozen
@@ -48,7 +56,7 @@ def prepare(resolved: Resolved, plan: LaunchPlan) -> Prepared:
         plan: Made of it by ``plan_launch``.
 
     Raises:
-        ConfigError: A plugin's section is wrong, or the backend is for one process only.
+        ConfigError: A plugin's section is wrong, the backend is for one process only, or ``gpu_ids`` names too few.
         PluginError: A plugin that was named is missing or broken, or none fits.
     """
     device, notes = choose_device(resolved)
@@ -62,7 +70,8 @@ def prepare(resolved: Resolved, plan: LaunchPlan) -> Prepared:
     # None for a family, whose member depends on a device that only workers touch.
     precision = registry.find_precision(precision_name(resolved), where=resolved.origin("mixed_precision").where)
     hooks = _hooks(resolved, [device, backend, *([precision] if precision else [])])
-    _check_many(hooks, backend, plan, resolved)
+    _check_many(hooks, backend, plan.processes_total or 1, resolved)
+    check_device_numbers(resolved.run, plan.processes or 1, registry.load(device).label)
     plan = attrs.evolve(plan, environment=_environment(hooks, plan))
     return Prepared(plan, hooks, (*notes, *said))
 
@@ -105,15 +114,26 @@ def _process_count(hooks: Hooks, plan: LaunchPlan) -> int:
     return count
 
 
-def _check_many(hooks: Hooks, entry: Entry, plan: LaunchPlan, resolved: Resolved) -> None:
+def check_processes(resolved: Resolved, backend: Entry) -> None:
+    """Check that a backend takes the number of processes that settings ask for.
+
+    Raises:
+        ConfigError: It works with one process only.
+        PluginError: The plugin can't be used.
+    """
+    if resolved.run.num_processes is not None:
+        _check_many(_hooks(resolved, [backend]), backend, resolved.run.num_processes, resolved)
+
+
+def _check_many(hooks: Hooks, entry: Entry, processes: int, resolved: Resolved) -> None:
     """Refuse several processes for a backend that works with one, before they find out one by one."""
     backend: Any = hooks.plugin("backend")
     launcher = hooks.owner("launch")
     its_own = launcher is not None and launcher.role == "backend"
-    if plan.processes_total == 1 or its_own or capabilities(entry, backend).many_processes:
+    if processes == 1 or its_own or capabilities(entry, backend).many_processes:
         return
     raise ConfigError(
-        f"num_processes={plan.processes_total} ({resolved.origin('num_processes')}), but backend {plan.backend!r} "
+        f"num_processes={processes} ({resolved.origin('num_processes')}), but backend {entry.name!r} "
         f"({resolved.origin('backend')}) works with one process. Name a backend for several, or leave it out to get "
         f"the installed default; `drivetrain plugins` lists them"
     )
@@ -158,29 +178,43 @@ def _check_program(program: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    if name.endswith(".py") or os.sep in name:
+    if name.endswith(".py") or os.sep in name or not all(name.split(".")):
         raise ConfigError(f"--module wants the name of a module, such as package.train, got {name!r}")
     package = name.partition(".")[0]
-    found = package in sys.builtin_module_names or any(_offers(package, folder) for folder in (os.getcwd(), None))
+    found = package in sys.builtin_module_names or any(_offers(package, folder) for folder in (_here(), None))
     if not found:
-        raise ConfigError(f"--module: no module {package!r} in {os.getcwd()} or among the installed packages")
+        raise ConfigError(f"--module: no module {package!r} in {_here()} or among the installed packages")
 
 
 def _offers(package: str, folder: str | None) -> bool:
     """Whether a top-level module is found in a folder, or in ``sys.path``, without importing it."""
     if folder is None:
-        return importlib.util.find_spec(package) is not None
+        with contextlib.suppress(ValueError):  # one that is running already and was never a module, such as __main__
+            return importlib.util.find_spec(package) is not None
+        return False
     return importlib.machinery.PathFinder.find_spec(package, [folder]) is not None
 
 
 def _check_script(script: str) -> None:
     path = Path(script)
-    if not path.exists():
-        raise ConfigError(f"no script {script!r} in {os.getcwd()}{_similar(path)}")
-    if path.is_dir() and not (path / "__main__.py").exists():
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"no script {script!r} in {_here()}{_similar(path)}") from None
+    except OSError as error:  # its folder is closed to us, say, or the name too long
+        raise ConfigError(f"script {script!r} can't be read: {error.strerror}") from error
+    if path.is_dir() and not os.path.exists(path / "__main__.py"):
         raise ConfigError(f"{script!r} is a folder without a __main__.py; name a script")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"script {script!r} can't be read: permission denied")
+
+
+def _here() -> str:
+    """The current folder."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "the current folder, which has been removed"
 
 
 def _similar(path: Path) -> str:
