@@ -36,3 +36,26 @@ def test_a_forgotten_optimizer_or_model_is_named_once_by_rank_0(
     (told,) = first
     assert words in told
     assert second == []
+
+
+def trained_by_another() -> list[str]:
+    from torch.utils.data import DataLoader
+
+    from drivetrain import Accelerator
+
+    preparing, training = Accelerator(), Accelerator()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer, loader = preparing.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(8, 2), batch_size=2)
+    )
+    with log_lines() as told:
+        for batch in loader:
+            training.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [text for text in told if "prepare" in text]
+
+
+def test_what_another_accelerator_of_the_process_prepared_is_not_missed(worker_pool: Callable[[int], Any]) -> None:
+    told = worker_pool(2).run(trained_by_another, config={"backend": "ddp", "device": "cpu"})
+    assert told == [[], []]

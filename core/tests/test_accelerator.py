@@ -302,3 +302,53 @@ def test_a_loader_whose_batches_were_all_dropped_is_mentioned(caplog: pytest.Log
         preparation._warn_of_nothing([1], [1])
         preparation._warn_of_nothing(iter([1]), iter([]))
     assert [record.getMessage()[:35] for record in caplog.records] == ["a prepared loader has no batches: d"]
+
+
+# ----------------------------------------------------------------------------------------- closures and wrong arguments
+
+
+def test_a_closure_computes_as_in_torch_and_its_loss_is_returned() -> None:
+    inputs, targets = torch.randn(8, 3), torch.randn(8, 1)
+
+    def trained(accelerator: Accelerator | None) -> tuple[list[float], torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        backward = torch.Tensor.backward
+        if accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            backward = accelerator.backward
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            backward(loss)
+            return loss
+
+        return [float(optimizer.step(closure).detach()) for _ in range(3)], model.weight.detach()
+
+    losses, weight = trained(Accelerator(cpu=True))
+    expected, oracle = trained(None)
+    assert losses == expected
+    assert torch.equal(weight, oracle)
+
+
+def test_a_closure_with_accumulation_is_refused_at_the_first_micro_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Scalar()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), numbers(4))
+    (x,) = next(iter(loader))
+    accelerator.backward(model(x))
+    with pytest.raises(DrivetrainError, match=r"step\(closure\) can't be combined with gradient accumulation"):
+        optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize("loss", [{"loss": torch.ones(())}, 3.0, None])
+def test_what_is_no_loss_is_named(loss: Any) -> None:
+    with pytest.raises(TypeError, match=f"takes the loss, a tensor; got {type(loss).__name__}"):
+        Accelerator(cpu=True).backward(loss)
+
+
+def test_clipping_a_model_says_what_to_pass() -> None:
+    with pytest.raises(TypeError, match=r"not a model; pass Linear's \.parameters\(\)"):
+        Accelerator(cpu=True).clip_grad_norm_(nn.Linear(1, 1), 1.0)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.clipping import check_clipping
 from drivetrain.errors import DrivetrainError, add_note
+from drivetrain.state import living_accelerators
 
 if TYPE_CHECKING:
     from drivetrain.accumulation import Accumulation
@@ -63,6 +64,8 @@ class Gradients:
 
     def backward(self, loss: Tensor, options: Mapping[str, Any]) -> None:
         """See ``Accelerator.backward``."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"accelerator.backward takes the loss, a tensor; got {type(loss).__name__}")
         self.backwards += 1
         if not self._warned_unfed and self.gate.idle:
             self._warn_unfed()
@@ -101,6 +104,8 @@ class Gradients:
 
     def _warn_unfed(self) -> None:
         self._warned_unfed = True
+        if any(not each.gate.idle for each in living_accelerators()):
+            return  # in a loader that another Accelerator of this process prepared
         logger.warning(
             "rank %d trains outside any prepared loader: unless your own code gives every rank other data, all %d of "
             "them train on the same; pass the loader to prepare and iterate what it returns",
@@ -114,6 +119,8 @@ class Gradients:
         if world.size == 1 and (not self.models or (self.scaler is None and self.gate.steps == 1)):
             return  # as without the library: any optimizer will do
         self._warned_unprepared = True
+        if any(each.known.optimizers for each in living_accelerators()):
+            return  # they are another Accelerator's of this process
         if self.models:
             what = (
                 "no optimizer was prepared: one that steps all the same knows nothing of accumulation and loss "
@@ -131,7 +138,8 @@ class Gradients:
             why = "scale the loss" if self.scaler is not None else "divide the loss by the size of its group"
             raise DrivetrainError(
                 f"gradients were computed without accelerator.backward(loss), which would also {why}; call it in place "
-                f"of loss.backward(). If the optimizer was prepared but its loss is another's, do not prepare it"
+                f"of loss.backward(), on the Accelerator that prepared the optimizer. If the optimizer was prepared "
+                f"but its loss is another's, do not prepare it"
             )
 
     def _update_scale_of_last_group(self) -> None:
@@ -259,4 +267,6 @@ def as_parameter_list(parameters: Any) -> list[nn.Parameter]:
     """What torch's clipping functions accept, as a list: one tensor, or an iterable of tensors."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
+    if isinstance(parameters, nn.Module):
+        raise TypeError(f"clipping takes parameters, not a model; pass {type(parameters).__name__}'s .parameters()")
     return list(parameters)

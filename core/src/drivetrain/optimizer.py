@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.errors import DrivetrainError
+
 if TYPE_CHECKING:
     from drivetrain.gradients import Gradients
 
@@ -70,18 +72,45 @@ class AcceleratedOptimizer(Optimizer):
         self.step_was_skipped = False
         """Whether the last ``step`` was due but did not update, because of an overflow or at the engine's decision."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters if a group of micro-batches ends here; else do nothing.
 
         Args:
-            closure: As torch's optimizers take it. Not with loss scaling.
+            closure: As torch's optimizers take it. Neither with loss scaling nor with gradient accumulation.
+
+        Returns:
+            What the closure returned when it was first called; None without one.
+
+        Raises:
+            DrivetrainError: A closure can't be had here.
         """
+        if closure is not None:
+            return self._step_with(closure)
         if not self.gradients.gate.frame.sync:
             self.held = True
-            return
+            return None
         self.held = False
-        self.step_was_skipped = not self.gradients.step(self, closure)
+        self.step_was_skipped = not self.gradients.step(self, None)
         self.finished = False
+        return None
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if self.gradients.gate.steps > 1:
+            raise DrivetrainError(
+                "optimizer.step(closure) can't be combined with gradient accumulation: the closure computes the loss "
+                "of one micro-batch again, and the others of its group would be lost. Use an optimizer without "
+                "closure, or gradient_accumulation_steps=1 and a closure that goes through the group itself"
+            )
+        results: list[Any] = []
+
+        def kept() -> Any:
+            results.append(closure())
+            return results[-1]
+
+        self.held = False
+        self.step_was_skipped = not self.gradients.step(self, kept)
+        self.finished = False
+        return results[0] if results else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless the last ``step`` was held back by accumulation: then they are still needed."""

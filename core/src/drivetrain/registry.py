@@ -157,6 +157,8 @@ def _not_found(role: str, name: str) -> str:
     if elsewhere:
         message += f" ({name!r} is a {elsewhere[0]}: {_KEYS.get(elsewhere[0], elsewhere[0])}: {name})"
     message += ("" if close else ".") + f" Installed: {_listing(installed)}"
+    if role == "device":
+        message += "; auto takes whatever accelerator is here"
     if not close and offered:
         message += f'. To be had by pip install "{CORE}[NAME]": {", ".join(offered)}'
     return "; ".join([message, *discovery.problems()])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime import Runtime
     from drivetrain.world import Run
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState", "current", "ensure", "reset"]
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "current", "ensure", "living_accelerators", "reset"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _runtime: Runtime | None = None
@@ -119,6 +119,11 @@ def adopt(accelerator: Accelerator) -> None:
     _settled = True
     _accelerators[:] = [ref for ref in _accelerators if ref() not in (None, accelerator)]
     _accelerators.append(weakref.ref(accelerator))
+
+
+def living_accelerators() -> list[Accelerator]:
+    """Accelerators of this process that are still in use, the one made last first."""
+    return [found for reference in reversed(_accelerators) if (found := reference()) is not None]
 
 
 class PartialState(KnownElsewhere):
@@ -335,7 +340,7 @@ class GradientState(KnownElsewhere):
 
     @property
     def _accelerator(self) -> Accelerator:
-        living = [found for reference in reversed(_accelerators) if (found := reference()) is not None]
+        living = living_accelerators()
         if not living:
             raise DrivetrainError("there is no Accelerator whose gradients could be looked at; create one first")
         return next((one for one in living if not one.gate.idle), living[0])
@@ -343,7 +348,7 @@ class GradientState(KnownElsewhere):
     @property
     def initialized(self) -> bool:
         """Whether there is an Accelerator to look at."""
-        return any(reference() is not None for reference in _accelerators)
+        return bool(living_accelerators())
 
     @property
     def sync_gradients(self) -> bool:
