@@ -16,16 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from drivetrain import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from tests.one_weight import OneWeight
-
-
-class Numbers(IterableDataset[int]):
-    """A stream of 0, 1, 2, ..."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.count))
+from tests.streams import Numbers
 
 
 class ReadyBatches(IterableDataset[Tensor]):

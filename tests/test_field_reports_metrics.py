@@ -6,29 +6,18 @@ Everything that needs ranks runs on real ones, in tasks that take milliseconds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, DataLoaderConfiguration
 from drivetrain.testing.pool import WorkerError
 from drivetrain.utils import broadcast
-
-
-class Numbers(IterableDataset[int]):
-    """A stream of 0, 1, 2, ..."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.count))
-
+from tests.streams import Numbers
 
 SAMPLES = range(5)
 """In batches of two they fill the ranks' last round with repeated ones, whatever the number of ranks."""
