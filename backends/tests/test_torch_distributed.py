@@ -327,6 +327,26 @@ def test_processes_that_do_not_meet_are_an_error_with_the_address(worker_pool: A
     assert len(ranks.run(_place)) == 2  # a later try finds the others
 
 
+def _one_world_after_another() -> list[int]:
+    if os.environ["RANK"] == "0":  # the rank that serves the store is the last to leave a world
+        destroy = dist.destroy_process_group
+        dist.destroy_process_group = lambda: (time.sleep(0.3), destroy())
+    found = []
+    try:
+        for number in range(3):
+            with world(collective_timeout=5.0 + number) as run:
+                total = run.hooks.all_reduce(run=run, tensor=torch.tensor(1), op="sum", group=None)
+                found.append(int(total))
+    finally:
+        if os.environ["RANK"] == "0":
+            dist.destroy_process_group = destroy
+    return found
+
+
+def test_a_world_may_follow_one_that_another_rank_has_not_left_yet(worker_pool: Any) -> None:
+    assert worker_pool(2).run(_one_world_after_another) == [[2, 2, 2]] * 2
+
+
 # --------------------------------------------------------------------------------------------------------- equal models
 
 

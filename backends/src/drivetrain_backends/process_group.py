@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from drivetrain.errors import ConfigError, DrivetrainError, StateConflictError
 from drivetrain.world import Run, Topology, World
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from drivetrain.config import RunConfig
 
 __all__ = ["enter", "leave"]
+
+_stores: dict[tuple[object, ...], dist.Store] = {}
+"""The store of this process's last world, by where it is."""
 
 
 def enter(config: RunConfig, topology: Topology, device: torch.device, library: str | None) -> tuple[World, bool]:
@@ -107,9 +112,10 @@ def _initialize(library: str, config: RunConfig, topology: Topology, device: tor
 def _meet(where: str, topology: Topology, timeout: timedelta | None, undo: contextlib.ExitStack) -> dist.Store:
     """The store at which the processes of this world find each other.
 
-    A launcher's store stays when a process group is destroyed, with the addresses that its ranks had. Another group,
-    after ``end_training``, would look for the others there and wait for ever. So each rank counts its worlds in the
-    store, and every world has a part of it to itself.
+    It is kept for the worlds that follow in this process, after ``end_training``. Where rank 0 is the one that serves
+    it, looking for it anew would be a race: a rank that is a little faster would still find the old one, and be cut off
+    when rank 0 gives it up. A store, kept here or by a launcher, remembers the addresses that the ranks of a past group
+    had, and waits for ever at those. So each rank counts its worlds in it, and every world has a part to itself.
 
     Args:
         where: As ``init_process_group`` takes it.
@@ -117,16 +123,26 @@ def _meet(where: str, topology: Topology, timeout: timedelta | None, undo: conte
         timeout: Longest wait for the others; None: torch's own.
         undo: Given what takes the count back, for a second try after a failure.
     """
-    limit = {} if timeout is None else {"timeout": timeout}
-    store, _, _ = next(dist.rendezvous(where, topology.rank, topology.size, **limit))
+    limit = default_pg_timeout if timeout is None else timeout
+    address = (topology.master_address, topology.master_port) if where == "env://" else ()
+    place = (os.getpid(), where, *address, topology.rank, topology.size)
+    if place in _stores:
+        _stores[place].set_timeout(limit)
+    else:
+        store, _, _ = next(dist.rendezvous(where, topology.rank, topology.size, timeout=limit))
+        _stores.clear()
+        _stores[place] = store
+    store = _stores[place]
     key = f"drivetrain/{topology.rank}"
-    number = store.add(key, 1)
 
     def forget() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and its counts with it
+        # Not kept after a failure: whoever serves it may be gone, and what this try left in it misleads the next.
+        _stores.clear()
+        with contextlib.suppress(RuntimeError):
             store.add(key, -1)
 
     undo.callback(forget)
+    number = store.add(key, 1)
     return dist.PrefixStore(f"drivetrain/world {number}", store)
 
 
