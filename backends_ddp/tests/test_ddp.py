@@ -121,6 +121,27 @@ def test_ranks_add_up_alone_until_the_last_micro_batch(worker_pool: Any, config:
     worker_pool(2).run(_accumulate, config)
 
 
+def _fields_inside(context: contextlib.AbstractContextManager[Any], model: nn.Module) -> dict[str, Any]:
+    with context:
+        return dict(vars(model))
+
+
+def _settings_of_no_sync() -> None:
+    with ddp() as run:
+        model = run.hooks.wrap_model(run=run, model=_net())
+        before = dict(vars(model))
+        ours = _fields_inside(run.hooks.accumulate(run=run, models=[model], last=False), model)
+        assert ours == _fields_inside(DistributedDataParallel.no_sync(model), model) != before
+        with model.no_sync():  # the user's own, around ours
+            _fields_inside(run.hooks.accumulate(run=run, models=[model], last=False), model)
+            assert dict(vars(model)) == ours
+        assert dict(vars(model)) == before
+
+
+def test_accumulating_does_to_a_replica_what_torchs_no_sync_does(worker_pool: Any) -> None:
+    worker_pool(2).run(_settings_of_no_sync)
+
+
 def _accumulate_two() -> list[list[float]]:
     """loss = a*x + b*x; x is rank+1, then ten times that."""
     with ddp() as run:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.accumulation import Accumulation, GradientAccumulationPlugin
 from drivetrain.config import resolve
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.launch import elastic
@@ -76,6 +77,19 @@ def test_gradients_are_reduced_once_a_group(engine: Engine) -> None:
             backend.backward(run, model(torch.ones(1, 2)).sum(), [model], {})
     assert model.weight.grad.tolist() == [[16.5, 16.5]]
     assert len(engine.reduced) == 1
+
+
+def test_a_plain_loop_reduces_at_the_end_of_each_group(engine: Engine) -> None:
+    backend, run = Xla(), SimpleNamespace(world=SimpleNamespace(size=2))
+    model = nn.Linear(2, 1, bias=False)
+    gate = Accumulation(2, GradientAccumulationPlugin(), lambda last: backend.accumulate(run, [model], last))
+    frame = gate.enter(object)
+    reduced = []
+    for left in (5, 4, 3, 2, 1):
+        gate.advance(frame, left)
+        backend.backward(run, model(torch.ones(1, 2)).sum(), [model], {})
+        reduced.append(len(engine.reduced))
+    assert reduced == [0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", [11.0, 22.0]), ("mean", [5.5, 11.0]), ("max", [10.0, 20.0])])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from drivetrain.accumulation import Accumulation, GradientAccumulationPlugin
+from drivetrain.accumulation import Accumulation, Block, GradientAccumulationPlugin
 
 
 class Loader:
@@ -51,7 +51,7 @@ def walk(
     """(sync, size, rescale) of every micro-batch, in a plain loop or in blocks."""
     seen = []
     for _ in loader:
-        with one.block(models) if models is not None else contextlib.nullcontext():
+        with Block(one, models) if models is not None else contextlib.nullcontext():
             seen.append((one.frame.sync, one.frame.size, one.frame.rescale))
     return seen
 
@@ -109,7 +109,7 @@ def test_microbatching_inside_a_batch_counts_blocks_when_the_loaders_end_is_off(
     syncs = []
     for _ in Loader(one, 2):
         for _ in range(4):
-            with one.block(()):
+            with Block(one, ()):
                 syncs.append(one.frame.sync)
     assert syncs == [False, False, False, True] * 2
 
@@ -120,7 +120,7 @@ def test_blocks_that_name_different_models_count_apart() -> None:
     syncs: dict[str, list[bool]] = {"critic": [], "generator": []}
     for _ in Loader(one, 4):
         for name, model in (("critic", critic), ("generator", generator)):
-            with one.block((model,)):
+            with Block(one, (model,)):
                 syncs[name].append(one.frame.sync)
     assert syncs == {"critic": [False, True] * 2, "generator": [False, True] * 2}
 
@@ -164,15 +164,15 @@ def test_blocks_without_a_loader_count_to_the_full_number() -> None:
     one = gate(3)
     syncs = []
     for _ in range(7):
-        with one.block(()):
+        with Block(one, ()):
             syncs.append(one.frame.sync)
     assert syncs == [False, False, True, False, False, True, False]
 
 
-def test_the_plain_loop_opens_the_backends_context_for_all_but_the_last(entered: list[bool]) -> None:
+def test_the_plain_loop_opens_the_backends_context_once_for_all_but_the_last(entered: list[bool]) -> None:
     one = gate(3, entered)
     walk(one, Loader(one, 7))
-    assert entered == [False, False, False, False]
+    assert entered == [False, False]  # the third group is its last micro-batch alone
 
 
 def test_a_block_replaces_the_context_of_the_plain_loop() -> None:
@@ -189,12 +189,21 @@ def test_a_block_replaces_the_context_of_the_plain_loop() -> None:
 
     one = Accumulation(2, GradientAccumulationPlugin(), context)
     for _ in Loader(one, 4):
-        with one.block(()):
+        with Block(one, ()):
             assert open_now == [one.frame.sync]
         for _ in Loader(one, 3):
             pass
     assert open_now == []
     assert deepest == 1
+
+
+def test_the_backends_context_is_opened_anew_for_a_model_that_is_prepared_within_a_group(entered: list[bool]) -> None:
+    one = gate(3, entered)
+    one.renew()
+    for index in Loader(one, 3):
+        if index != 1:
+            one.renew()
+    assert entered == [False, False]
 
 
 def test_groups_of_one_never_open_a_context(entered: list[bool]) -> None:

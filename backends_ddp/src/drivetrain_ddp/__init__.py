@@ -75,7 +75,7 @@ class Ddp(TorchDistributedBackend):
         return unsynchronized(models)
 
     @hookimpl
-    def after_step(self, models: Sequence[nn.Module]) -> None:
+    def after_step(self, run: Run, models: Sequence[nn.Module], applied: bool) -> None:  # all: no adapter on every step
         """Notice a loop that trains the model from before ``prepare``: its gradients are averaged nowhere."""
         for model in models:
             if getattr(model, "never_ran", False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.errors import ConfigError, DrivetrainError
@@ -188,8 +188,15 @@ class Xla(Backend):
     @hookimpl
     def accumulate(self, run: Run, models: Sequence[nn.Module], last: bool) -> Any:
         """Nothing to do but to remember it: gradients are reduced in the last backward."""
-        self._last = last
-        return _NOTHING
+        return _NOTHING if last else self._unreduced()
+
+    @contextlib.contextmanager
+    def _unreduced(self) -> Iterator[None]:
+        before, self._last = self._last, False
+        try:
+            yield
+        finally:
+            self._last = before
 
     @hookimpl
     def backward(self, run: Run, loss: Tensor, models: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
@@ -213,7 +220,6 @@ class Xla(Backend):
         """Ends the graph of a step."""
         self._graphs.cut()
         self._graphs.stepped()
-        self._last = True
 
     # ------------------------------------------------------------------------------------------------------ collectives
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import state
-from drivetrain.accumulation import Accumulation, GradientAccumulationPlugin
+from drivetrain.accumulation import Accumulation, Block, GradientAccumulationPlugin
 from drivetrain.arguments import loader_configuration, settings_from_code
 from drivetrain.checkpoint.surface import CheckpointMixin
 from drivetrain.collectives import CollectivesMixin
@@ -242,7 +243,7 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
             DrivetrainError: A model is the one given to ``prepare``, not the one it returned.
         """
         self.known.check_returned(models)
-        return self.gate.block(models)
+        return Block(self.gate, models)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Any:
@@ -293,7 +294,7 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
             The norm before clipping, a 0-d tensor, the same on every rank; None while a group is still being
             accumulated, since there is no gradient yet to measure.
         """
-        if not self.sync_gradients:
+        if not self.gate.frame.sync:
             return None
         wanted = as_parameter_list(parameters)
         self.gradients.finish_those_with(wanted, self.known.optimizers)
@@ -383,8 +384,7 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
     @property
     def place(self) -> Callable[[Any], Any]:
         """Brings a batch from the host to the device."""
-        run, place, non_blocking = self.run, self._place, self.dataloader_config.non_blocking
-        return lambda batch: place(run, batch, non_blocking)
+        return functools.partial(self._place, self.run, non_blocking=self.dataloader_config.non_blocking)
 
     def scheduler_multiplier(self) -> int:
         """Steps of a prepared scheduler for one update."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from drivetrain.validators import at_least, one_of
 
-__all__ = ["Accumulation", "Frame", "GradientAccumulationPlugin"]
+__all__ = ["Accumulation", "Block", "Frame", "GradientAccumulationPlugin"]
 
 
 @attrs.frozen
@@ -72,10 +72,17 @@ class Frame:
     """Number of the current micro-batch, unique in the process; 0 where none has begun."""
     counts_for: Any = None
     """The loader whose group the batches of a plain loop belong to."""
+    group: _Group | None = None
+    """That group, once it was looked up."""
 
 
-class _Block(contextlib.ContextDecorator):
-    """One micro-batch of a group. A class, since a generator would cost three times as much on every step."""
+class Block(contextlib.ContextDecorator):
+    """One micro-batch of a group. A class, since a generator would cost three times as much on every step.
+
+    Args:
+        gate: Whom it tells.
+        models: Models trained in it; the blocks of a group name the same ones.
+    """
 
     def __init__(self, gate: Accumulation, models: Sequence[nn.Module]) -> None:
         self._gate = gate
@@ -160,9 +167,9 @@ class Accumulation:
         if self.steps == 1:
             frame.sync, frame.size, frame.rescale = True, 1, 1.0
             return
-        group = self._groups.get(frame.counts_for)
+        group = frame.group
         if group is None:
-            group = self._groups[frame.counts_for] = _Group()
+            group = frame.group = self._groups.setdefault(frame.counts_for, _Group())
         self._begin(frame, group)
         self._switch(frame)
 
@@ -175,10 +182,6 @@ class Accumulation:
         self._switch(self.frame)
 
     # ------------------------------------------------------------------------------------------------------- blocks
-
-    def block(self, models: Sequence[nn.Module]) -> _Block:
-        """Context of one micro-batch of the group that these models' blocks count."""
-        return _Block(self, models)
 
     def begin(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
         """A block is entered. Returns the backend's context for it; None if it needs none, or is in it already."""
@@ -217,11 +220,18 @@ class Accumulation:
             group.begun = 0
 
     def _switch(self, frame: Frame) -> None:
-        """Open the backend's context for the frame that counts now, in place of the one before."""
-        self._close()
-        if frame is not self._bottom and self.steps > 1 and not (frame.sync or self.plugin.sync_each_batch):
+        """Open or close the backend's context for the frame that counts now. It stays open from batch to batch."""
+        if frame.sync or self.steps == 1 or self.plugin.sync_each_batch or frame is self._bottom:
+            self._close()
+        elif self._open is None:
             self._open = self._context(False)
             self._open.__enter__()
+
+    def renew(self) -> None:
+        """Open the backend's context anew, if it is open: there are other models than when it was opened."""
+        if self._open is not None:
+            self._close()
+            self._switch(self.frame)
 
     def _close(self) -> None:
         if self._open is not None:
@@ -281,3 +291,5 @@ class Accumulation:
         """Start every group anew."""
         self._blocks.clear()
         self._groups.clear()
+        for frame in self._frames:
+            frame.group = None

@@ -295,12 +295,13 @@ class HookSpecs:
 
     @_hook("backend", when="hot")
     def accumulate(self, run: Run, models: Sequence[nn.Module], last: bool) -> AbstractContextManager[Any]:
-        """Context of one micro-batch of a group; communication may wait for the last.
+        """Context of micro-batches of a group, in which communication may wait for the last.
 
-        Called only where groups are longer than one. Default: nothing.
+        Entered once for several in a row, where nothing separates them: in a plain loop for those before the last,
+        which then runs outside of it. Not called where groups are of one. Default: nothing.
 
         :param models: Prepared models: all of them, whatever the user named.
-        :param last: Whether the optimizers step after this micro-batch.
+        :param last: Whether the optimizers step at its end, as they do where none is entered.
         """
 
     @_hook("backend", when="hot", returns=False)
