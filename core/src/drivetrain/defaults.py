@@ -148,10 +148,13 @@ def place(run: Run, batch: Any, non_blocking: bool) -> Any:
     if type(batch) is Tensor:
         return batch.to(device, non_blocking=non_blocking)
     if type(batch) is list:  # what torch's collate function makes of most samples: a short cut, taken on every step
-        return [
-            item.to(device, non_blocking=non_blocking) if type(item) is Tensor else place(run, item, non_blocking)
-            for item in batch
-        ]
+        placed = []
+        for item in batch:  # a list comprehension is a call
+            if type(item) is Tensor:
+                placed.append(item.to(device, non_blocking=non_blocking))
+            else:
+                placed.append(place(run, item, non_blocking))
+        return placed
     if type(batch) is dict:
         return {key: place(run, value, non_blocking) for key, value in batch.items()}
     return send_to_device(batch, device, non_blocking)

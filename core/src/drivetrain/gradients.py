@@ -67,11 +67,12 @@ class Gradients:
         if not isinstance(loss, Tensor):
             raise TypeError(f"accelerator.backward takes the loss, a tensor; got {type(loss).__name__}")
         self.backwards += 1
-        if not self._warned_unfed and self.gate.idle:
+        frame = self.gate.frame
+        if not self._warned_unfed and frame.loader is None:
             self._warn_unfed()
         if not self._warned_unprepared and not self.optimizers:
             self._warn_unprepared()
-        size = self.gate.frame.size
+        size = frame.size
         if size != 1:
             loss = loss / size
         if self.scaler is not None:
@@ -131,8 +132,9 @@ class Gradients:
         logger.warning("%s. Pass both to accelerator.prepare, and use what it returns", what)
 
     def _check_backward(self, optimizer: AcceleratedOptimizer) -> None:
-        """Refuse gradients of a bare ``loss.backward()`` where they have another size than the Accelerator's."""
-        if optimizer.backwards != self.backwards or (self.scaler is None and self.gate.steps == 1):
+        """For a step that follows no backward of the Accelerator: refuse gradients of a bare ``loss.backward()`` where
+        they have another size."""
+        if self.scaler is None and self.gate.steps == 1:
             return
         if optimizer.has_gradients():
             why = "scale the loss" if self.scaler is not None else "divide the loss by the size of its group"
@@ -162,7 +164,8 @@ class Gradients:
         """Bring an optimizer's gradients to their true size: unscaled, and a mean over the group. Once per group."""
         if optimizer.finished:
             return
-        self._check_backward(optimizer)
+        if optimizer.backwards == self.backwards:
+            self._check_backward(optimizer)
         optimizer.finished = True
         if self.scaler is not None and optimizer.has_gradients():
             self._scale_used_at = self.gate.frame.batch
@@ -202,9 +205,9 @@ class Gradients:
 
     def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None) -> bool:
         """Update the parameters of one optimizer at the end of a group; returns whether it did."""
-        if closure is None and not optimizer.finished:
+        if closure is None and not optimizer.finished and optimizer.backwards == self.backwards:
             self._check_backward(optimizer)
-        if not self._mentioned_short_group and self.gate.short:
+        if not self._mentioned_short_group and self.gate.steps > 1 and self.gate.short:
             self._mention_short_group()
         try:
             if self.scaler is None:

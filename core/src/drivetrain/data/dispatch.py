@@ -117,7 +117,7 @@ class DispatchFeed:
             if parts:
                 last = following is None or not any(following[own])
                 rows = self.sharding.rows_of(header.real, header.sizes)
-                yield Step(_joined(parts), rows, 1 if last else left and max(left, 2))
+                yield _joined(parts), rows, 1 if last else left and max(left, 2)
                 left = left and left - 1
 
     def _left(self, seed: int, epoch: int, start: int) -> int | None:

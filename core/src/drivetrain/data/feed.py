@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from drivetrain.data.order import END, Order
 from drivetrain.data.plan import Round, Sharding
@@ -12,13 +12,9 @@ from drivetrain.data.rows import Rows
 __all__ = ["Feed", "RoundFeed", "Step", "clone", "with_next"]
 
 
-class Step(NamedTuple):
-    """What a process gets in a round."""
-
-    batch: Any
-    rows: Rows
-    left: int | None
-    """Batches left for this process, this one included. None: not known, except that there are more."""
+Step: TypeAlias = tuple[Any, Rows, int | None]
+"""What a process gets in a round: the batch, its rows, and how many batches are left for this process, this one
+included. None: not known, except that there are more."""
 
 
 class Feed(Protocol):

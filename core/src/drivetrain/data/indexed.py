@@ -21,9 +21,9 @@ from drivetrain.data.rows import Rows
 
 __all__ = ["IndexFeed"]
 
-_DEALT_TOGETHER = 16
-"""Rounds dealt out at once where the sampler is torch's own, so that nobody can tell. Done for each step alone it costs
-several times as much: the step has driven the code for it out of the processor's caches."""
+_ROUNDS_TOGETHER, _SAMPLES_TOGETHER = 64, 65536
+"""How far ahead rounds are dealt out where the sampler is torch's own, so that nobody can tell. Done for each step by
+itself it costs several times as much: the step has driven the code for it out of the processor's caches."""
 
 
 @attrs.define(eq=False)
@@ -90,7 +90,9 @@ class IndexFeed:
         self._isolation = Isolation() if rank is not None and source.num_workers == 0 else None
         self._generator = torch.Generator()
         loads = slice(None) if all_shards else sharding.own
-        ahead = _DEALT_TOGETHER if self.order.contained else 1
+        ahead = 1
+        if self.order.contained:
+            ahead = max(1, min(_ROUNDS_TOGETHER, _SAMPLES_TOGETHER // (sharding.round_size or sharding.data_size)))
         self._plan = _PlanSampler(self._pieces, loads, joins=lists and not all_shards, ahead=ahead)
         self._counted: tuple[tuple[int, int], int] | None = None
         self.inner = clone(
@@ -103,13 +105,18 @@ class IndexFeed:
             left = self.count(seed, epoch) - start
         except TypeError:
             for (loaded, rows), following in with_next(self._load(seed, epoch, start)):
-                yield Step(_joined(loaded), rows, 1 if following is None else None)
+                yield _joined(loaded), rows, 1 if following is None else None
             return
-        for loaded, rows in self._load(seed, epoch, start):
+        # All in one generator, and no tuple with names: each costs microseconds on every step.
+        iterator, handed = self._begin(seed, epoch, start)
+        for batch in iterator:
+            rows, parts = handed.popleft()
+            if parts > 1:
+                batch = _joined([batch, *islice(iterator, parts - 1)])
             if left < 1:
                 self._warn_of_length("more")
                 left = 1
-            yield Step(_joined(loaded), rows, left)
+            yield batch, rows, left
             left -= 1
         if left > 0:
             self._warn_of_length("fewer")
@@ -121,17 +128,21 @@ class IndexFeed:
             yield Round([*loaded, *[None] * missing], rows)
 
     def _load(self, seed: int, epoch: int, start: int) -> Iterator[tuple[list[Any], Rows]]:
+        iterator, handed = self._begin(seed, epoch, start)
+        for batch in iterator:
+            rows, parts = handed.popleft()
+            yield [batch, *islice(iterator, parts - 1)], rows
+
+    def _begin(self, seed: int, epoch: int, start: int) -> tuple[Iterator[Any], deque[tuple[Rows, int]]]:
+        """Begin a pass. Returns what loads the batches, and ``_Pass.handed`` for them."""
         planned = self._rounds(seed, epoch)
         current = self._plan.current = _Pass(islice(planned, start, None) if start else planned)
         # A resumed pass has worker seeds of its own: the epoch's first ones were used up by the batches before it.
         self._generator.manual_seed(derive_seed(seed, epoch, "workers", self._rank, start))
         iterator = iter(self.inner)
-        if self._isolation is not None:
+        if self._isolation is not None and not self._isolation.idle:
             iterator = self._apart(self._isolation, iterator, seed, epoch, start * self.sharding.feeds)
-        handed = current.handed
-        for batch in iterator:
-            rows, parts = handed.popleft()
-            yield [batch, *islice(iterator, parts - 1)] if parts > 1 else [batch], rows
+        return iterator, current.handed
 
     def _apart(
         self, isolation: Isolation, iterator: Iterator[Any], seed: int, epoch: int, position: int

@@ -52,7 +52,7 @@ class StreamFeed:
             parts = [part for part in made.parts[own] if part is not None]
             if parts:
                 last = following is None or not any(following.rows.sizes[own])
-                yield Step(CollatedPieces().join(parts).data, made.rows, 1 if last else None)
+                yield CollatedPieces().join(parts).data, made.rows, 1 if last else None
 
     def whole_rounds(self, seed: int, epoch: int, start: int) -> Iterator[Round]:
         """The parts of all shards in each round."""
