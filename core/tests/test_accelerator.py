@@ -76,6 +76,17 @@ def test_a_container_of_what_could_be_prepared_is_refused(pack: Any) -> None:
     assert accelerator.prepare([1, "x"]) == [1, "x"]
 
 
+def test_a_class_given_to_prepare_is_refused():
+    with pytest.raises(TypeError, match=r"argument 1 of prepare is the class Linear.*Linear\(\.\.\.\)"):
+        Accelerator().prepare(nn.Linear(1, 1), nn.Linear)
+
+
+@pytest.mark.parametrize("wrong", [[nn.Linear(1, 1)], "model", None], ids=["list", "text", "None"])
+def test_accumulate_takes_models_only(wrong):
+    with pytest.raises(TypeError, match=r"only models can be named here.*got " + type(wrong).__name__):
+        Accelerator(gradient_accumulation_steps=2).accumulate(wrong)
+
+
 def test_clipping_by_value_without_gradients_does_nothing() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))

@@ -88,7 +88,12 @@ def _sort(objects: Sequence[Any], ready: Sequence[Any]) -> tuple[Bundle, dict[st
 
 
 def _check_inside(thing: Any, position: int) -> None:
-    """Refuse a container of things to prepare: returned as it is, it would hold them unprepared."""
+    """Refuse what would be returned as it is, and train unprepared: a container of things to prepare, or a class."""
+    if isinstance(thing, type) and issubclass(thing, tuple(_KINDS.values())):
+        raise TypeError(
+            f"argument {position} of prepare is the class {thing.__name__}, not an object of it: call it first, "
+            f"{thing.__name__}(...)"
+        )
     inside = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
     found = next((one for one in inside if isinstance(one, tuple(_KINDS.values()))), None)
     if found is not None:
@@ -150,6 +155,7 @@ def _prepare_models(accelerator: Accelerator, bundle: Bundle, placed: Sequence[b
     after = Bundle(models=[hooks.unwrap(run=run, model=model) for model in bundle.models]).parameters()
     accelerator.known.note_replaced({old: after[name] for name, old in before.items() if name in after})
     accelerator.known.keep_models(originals, bundle)
+    accelerator.gate.renew()
 
 
 def _needs_autocast(run: Run, evaluation: bool) -> bool:

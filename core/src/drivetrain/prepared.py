@@ -119,10 +119,15 @@ class Prepared:
 
         Raises:
             DrivetrainError: One of them is the model as it was before ``prepare``.
+            TypeError: One of them is no model.
         """
         for model in models:
             if id(model) in self._returned:
                 continue
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"only models can be named here, each as an argument of its own; got {type(model).__name__}"
+                )
             if any(model is known.original and model is not known.wrapped for known in self.models):
                 raise DrivetrainError(
                     f"this {type(model).__name__} is the model that was given to prepare, not the one it returned; "
