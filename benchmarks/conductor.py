@@ -171,14 +171,36 @@ def _worlds(activity: str, contenders: Sequence[str], options: Mapping[str, Any]
 
 
 def measure(
-    activity: str, contenders: Sequence[str], options: Mapping[str, Any], *, ranks: int, blocks: int, warm_up: int = 2
+    activity: str,
+    contenders: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    ranks: int,
+    blocks: int,
+    launches: int = 1,
+    warm_up: int = 2,
 ) -> dict[str, Measured]:
-    """Give every contender one turn a block, then count calls."""
+    """Give every contender one turn a block, and count calls at the end.
+
+    Args:
+        activity: As for :class:`World`.
+        contenders: Those to be measured.
+        options: As for :class:`World`.
+        ranks: Processes of each.
+        blocks: Turns of each, warm-up not included.
+        launches: Start all processes anew that many times, and take a part of the blocks each time.
+        warm_up: Turns after each start that do not count.
+    """
     turns: dict[str, list[Turn]] = {contender: [] for contender in contenders}
-    with _worlds(activity, contenders, options, ranks) as worlds:
-        for block in range(-warm_up, blocks):
-            for world in worlds if block % 2 else reversed(worlds):
-                turn = world.turn()
-                if block >= 0:
-                    turns[world.contender].append(turn)
-        return {world.contender: Measured(turns[world.contender], world.added_calls()) for world in worlds}
+    calls: dict[str, int] = {}
+    for launch in range(launches):
+        share = len(range(launch, blocks, launches))
+        with _worlds(activity, contenders, options, ranks) as worlds:
+            for block in range(-warm_up, share):
+                for world in worlds if block % 2 else reversed(worlds):
+                    turn = world.turn()
+                    if block >= 0:
+                        turns[world.contender].append(turn)
+            if launch == launches - 1:
+                calls = {world.contender: world.added_calls() for world in worlds}
+    return {contender: Measured(turns[contender], calls[contender]) for contender in contenders}

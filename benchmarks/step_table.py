@@ -15,11 +15,11 @@ _CLOCKS = ("thread", "cpu", "wall")
 
 
 def measure_steps(
-    case: Mapping[str, Any], contenders: Sequence[str], *, steps: int, blocks: int
+    case: Mapping[str, Any], contenders: Sequence[str], *, steps: int, blocks: int, launches: int = 1
 ) -> list[dict[str, Any]]:
     """Measure one case of ``training.Case``; returns a row for each contender, as plain values in seconds."""
     options = {**case, "steps": steps}
-    measured = measure("training:build", contenders, options, ranks=case["ranks"], blocks=blocks)
+    measured = measure("training:build", contenders, options, ranks=case["ranks"], blocks=blocks, launches=launches)
     return [{**case, "contender": name, **_row(found, steps)} for name, found in measured.items()]
 
 
