@@ -206,6 +206,26 @@ def test_the_backends_context_is_opened_anew_for_a_model_that_is_prepared_within
     assert entered == [False, False]
 
 
+def test_groups_that_become_shorter_in_a_loop_leave_the_backends_context() -> None:
+    open_now = 0
+
+    @contextlib.contextmanager
+    def context(last: bool) -> Iterator[None]:
+        nonlocal open_now
+        open_now += 1
+        yield
+        open_now -= 1
+
+    one = Accumulation(4, GradientAccumulationPlugin(), context)
+    seen = []
+    for index in Loader(one, 4):
+        seen.append((open_now, one.frame.sync))
+        if index == 1:
+            one.set_steps(1)
+            seen.append((open_now, one.frame.sync))
+    assert seen == [(1, False), (1, False), (0, False), (0, True), (0, True)]
+
+
 def test_groups_of_one_never_open_a_context(entered: list[bool]) -> None:
     one = gate(1, entered)
     walk(one, Loader(one, 3))

@@ -280,7 +280,7 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
     def gradient_accumulation_steps(self, steps: int) -> None:
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be a whole number from 1; got {steps!r}")
-        self.gate.steps = steps
+        self.gate.set_steps(steps)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale gradients so that their norm over all ranks and shards is at most ``max_norm``.

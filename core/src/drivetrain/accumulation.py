@@ -227,6 +227,11 @@ class Accumulation:
             self._open = self._context(False)
             self._open.__enter__()
 
+    def set_steps(self, steps: int) -> None:
+        """Change how many micro-batches make a group, from the next one on."""
+        self.steps = steps
+        self._switch(self.frame)
+
     def renew(self) -> None:
         """Open the backend's context anew, if it is open: there are other models than when it was opened."""
         if self._open is not None:
