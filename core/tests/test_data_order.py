@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
 
 from core.tests.loaders import prepare, samples
 from drivetrain.data.randomness import Isolation, derive_seed
@@ -264,13 +272,51 @@ def test_indices_agree_and_augmentations_differ_between_ranks_and_epochs(workers
     assert len({value for values in drawn for value in values}) == sum(map(len, drawn))
 
 
-def test_augmentations_of_a_resumed_epoch_are_those_of_the_unbroken_one() -> None:
-    whole = prepare(DataLoader(Augmented(), batch_size=2), 1, 2)
+@pytest.mark.parametrize(("ranks", "before", "after"), [(2, 0, 0), (2, 2, 1), (2, 0, 2), (1, 1, 2)])
+def test_augmentations_of_a_resumed_epoch_are_those_of_the_unbroken_one(ranks: int, before: int, after: int) -> None:
+    whole = prepare(DataLoader(Augmented(), batch_size=2, num_workers=before), ranks - 1, ranks)
     expected = torch.cat(list(whole))
-    resumed = prepare(DataLoader(Augmented(), batch_size=2), 1, 2)
+    resumed = prepare(DataLoader(Augmented(), batch_size=2, num_workers=after), ranks - 1, ranks)
     resumed.load_state_dict({**resumed.state_dict(), "position": 2})
     random.seed(99)
     assert torch.equal(torch.cat(list(resumed)), expected[4:])
+
+
+class Keyed(Augmented):
+    """Fetches several items at once, and draws from a generator that the user seeds in each worker."""
+
+    started = 0
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return [torch.tensor([index, self.started, torch.rand(()).item()]) for index in indices]
+
+
+def start(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.started = worker + 1
+
+
+def test_workers_start_as_the_user_says_and_see_the_users_dataset() -> None:
+    given = DataLoader(Keyed(), batch_size=2, num_workers=2, worker_init_fn=start)
+    loader = prepare(given)
+    batches = list(loader)
+    assert [batch[0, 1].item() for batch in batches[:4]] == [1, 2, 1, 2]
+    assert loader.dataset is given.dataset
+    assert isinstance(given.dataset, Keyed)
+    assert loader.worker_init_fn is start
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_that_are_not_batched_are_drawn_by_position_too(workers: int) -> None:
+    whole = prepare(DataLoader(Augmented(), batch_size=None, num_workers=1))
+    expected = torch.stack(list(whole))
+    resumed = prepare(DataLoader(Augmented(), batch_size=None, num_workers=workers))
+    resumed.load_state_dict({**resumed.state_dict(), "position": 5})
+    assert torch.equal(torch.stack(list(resumed)), expected[5:])
 
 
 def test_one_process_draws_from_the_global_generator_as_an_unprepared_loader_does() -> None:

@@ -226,8 +226,8 @@ class CheckpointMixin:
         """Load what ``save_state`` saved into what was prepared and registered. Every rank must call this.
 
         Everything that can be checked is checked before anything is changed. Another number of processes is fine for
-        all but the generators of ranks that were not there. Loaders go on where they were, in the same order; only what
-        the workers of a loader draw at random, such as augmentations, is drawn anew for the rest of an epoch.
+        all but the generators of ranks that were not there. Loaders go on where they were, in the same order, and their
+        workers draw at random (for augmentations, say) what they would have.
 
         Args:
             input_dir: Directory of the checkpoint. None: the one with the highest number in

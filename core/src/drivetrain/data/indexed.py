@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from drivetrain.data.order import END, Order
 from drivetrain.data.plan import IndexPieces, KeyPieces, Round, Sharding
 from drivetrain.data.randomness import Isolation, derive_seed
 from drivetrain.data.rows import Rows
+from drivetrain.data.worker_draws import SeededBatch, SeededDataset, SeededStart
 
 __all__ = ["IndexFeed"]
 
@@ -33,6 +35,8 @@ class _Pass:
     rounds: Iterator[Round]
     handed: deque[tuple[Rows, int]] = attrs.field(factory=deque)
     """For each round that went to the workers: its rows, and how many batches it takes to load it."""
+    seeds: Iterator[int] | None = None
+    """What each batch is drawn from in the worker that loads it; None: it is loaded in this process."""
 
 
 @attrs.define(eq=False)
@@ -65,7 +69,7 @@ class _PlanSampler:
                 if parts:
                     current.handed.append((made.rows, len(parts)))
                     batches += parts
-            yield from batches
+            yield from batches if current.seeds is None else map(SeededBatch, batches, current.seeds)
 
 
 class IndexFeed:
@@ -89,15 +93,21 @@ class IndexFeed:
         # Workers are seeded apart; what this process draws itself comes from generators that all ranks may share.
         self._isolation = Isolation() if rank is not None and source.num_workers == 0 else None
         self._generator = torch.Generator()
-        loads = slice(None) if all_shards else sharding.own
+        loads, joins = slice(None) if all_shards else sharding.own, lists and not all_shards
         ahead = 1
         if self.order.contained:
             ahead = max(1, min(_ROUNDS_TOGETHER, _SAMPLES_TOGETHER // (sharding.round_size or sharding.data_size)))
-        self._plan = _PlanSampler(self._pieces, loads, joins=lists and not all_shards, ahead=ahead)
+        self._plan = _PlanSampler(self._pieces, loads, joins, ahead)
+        self._batches_of_a_round = 1 if joins else len(range(sharding.data_size)[loads])
         self._counted: tuple[tuple[int, int], int] | None = None
         self.inner = clone(
             source, **{"batch_sampler" if batched else "sampler": self._plan, "generator": self._generator}
         )
+        self._in_workers = source.num_workers > 0
+        if self._in_workers:
+            self.inner.__dict__.update(
+                dataset=SeededDataset(source.dataset), worker_init_fn=SeededStart(source.worker_init_fn)
+            )
 
     def read(self, seed: int, epoch: int, start: int) -> Iterator[Step]:
         """This process's batches, from round ``start`` on."""
@@ -137,25 +147,24 @@ class IndexFeed:
         """Begin a pass. Returns what loads the batches, and ``_Pass.handed`` for them."""
         planned = self._rounds(seed, epoch)
         current = self._plan.current = _Pass(islice(planned, start, None) if start else planned)
-        # A resumed pass has worker seeds of its own: the epoch's first ones were used up by the batches before it.
+        # By position, so that a resumed pass draws what the unbroken one would have.
+        positions = itertools.count(start * self._batches_of_a_round)
+        seeds = (derive_seed(seed, epoch, "items", self._rank, position) for position in positions)
+        if self._in_workers:
+            current.seeds = seeds
         self._generator.manual_seed(derive_seed(seed, epoch, "workers", self._rank, start))
         iterator = iter(self.inner)
         if self._isolation is not None and not self._isolation.idle:
-            iterator = self._apart(self._isolation, iterator, seed, epoch, start * self.sharding.feeds)
+            iterator = self._apart(self._isolation, iterator, seeds)
         return iterator, current.handed
 
-    def _apart(
-        self, isolation: Isolation, iterator: Iterator[Any], seed: int, epoch: int, position: int
-    ) -> Iterator[Any]:
+    def _apart(self, isolation: Isolation, iterator: Iterator[Any], seeds: Iterator[int]) -> Iterator[Any]:
         """Load with other random numbers than the other ranks, and without drawing from what they share."""
         while not isolation.idle:
-            # Seeded by position, so that a resumed pass draws what the unbroken one would have.
-            own_seed = derive_seed(seed, epoch, "items", self._rank, position)
-            batch = isolation.call(next, iterator, END, seed=own_seed)
+            batch = isolation.call(next, iterator, END, seed=next(seeds))
             if batch is END:
                 return
             yield batch
-            position += 1
         yield from iterator
 
     def _rounds(self, seed: int, epoch: int) -> Iterator[Round]:

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-__all__ = ["Isolation", "derive_seed", "private_generators", "reseeded", "seed_of"]
+__all__ = ["Isolation", "derive_seed", "private_generators", "reseeded", "seed_everything", "seed_of"]
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -48,6 +48,12 @@ _SOURCES = (
         _same_numpy_state,
     ),
 )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed this process's global generators; not those of devices, which loading has no business with."""
+    for source in _SOURCES:
+        source.seed(seed)
 
 
 def private_generators(owner: Any) -> dict[str, Any]:
