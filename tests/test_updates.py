@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-SPELLINGS = ["block, zero_grad last", "block, zero_grad first", "plain, zero_grad last", "plain, zero_grad first"]
+SPELLINGS = [
+    "block, zero_grad last",
+    "block, zero_grad first",
+    "block in a block, zero_grad last",
+    "plain, zero_grad last",
+    "plain, zero_grad first",
+]
 
 
 class Numbers(Dataset[Tensor]):
@@ -58,7 +64,10 @@ def spell(spelling: str, values: Sequence[float], start: float, steps: int, bad:
             optimizer.zero_grad()
 
     for x in loader:
-        if spelling.startswith("block"):
+        if spelling.startswith("block in"):
+            with accelerator.accumulate(model), accelerator.accumulate(model):
+                micro_batch(x)
+        elif spelling.startswith("block"):
             with accelerator.accumulate(model):
                 micro_batch(x)
         else:

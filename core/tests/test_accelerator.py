@@ -81,9 +81,37 @@ def test_a_class_given_to_prepare_is_refused():
         Accelerator().prepare(nn.Linear(1, 1), nn.Linear)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (3, "got int$"),
+        (None, "got NoneType$"),
+        (torch.optim.SGD([torch.zeros(1)]), "got SGD$"),
+        (nn.Linear(1, 1).named_parameters(), "got generator of tuple$"),
+    ],
+    ids=["number", "None", "optimizer", "named parameters"],
+)
+def test_clipping_names_what_it_can_not_clip(wrong, got):
+    with pytest.raises(TypeError, match=r"takes a tensor or an iterable of tensors.*" + got):
+        Accelerator(cpu=True).clip_grad_norm_(wrong, 1.0)
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("nan")])
+def test_clipping_refuses_a_norm_that_is_none(norm):
+    with pytest.raises(ValueError, match=r"max_norm must be a number from 0; got (-1|nan)"):
+        Accelerator(cpu=True).clip_grad_norm_(nn.Linear(1, 1).parameters(), norm)
+
+
+@pytest.mark.parametrize("method", ["no_sync", "trigger_sync_in_backward"])
+def test_contexts_of_a_model_take_a_model(method):
+    context = getattr(Accelerator(cpu=True), method)([nn.Linear(1, 1)])
+    with pytest.raises(TypeError, match=r"only models can be named.*got list"):
+        context.__enter__()
+
+
 @pytest.mark.parametrize("wrong", [[nn.Linear(1, 1)], "model", None], ids=["list", "text", "None"])
 def test_accumulate_takes_models_only(wrong):
-    with pytest.raises(TypeError, match=r"only models can be named here.*got " + type(wrong).__name__):
+    with pytest.raises(TypeError, match=r"only models can be named.*got " + type(wrong).__name__):
         Accelerator(gradient_accumulation_steps=2).accumulate(wrong)
 
 

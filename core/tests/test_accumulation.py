@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drivetrain.accumulation import Accumulation, Block, GradientAccumulationPlugin
+from drivetrain.errors import DrivetrainError
 
 
 class Loader:
@@ -123,6 +124,49 @@ def test_blocks_that_name_different_models_count_apart() -> None:
             with Block(one, (model,)):
                 syncs[name].append(one.frame.sync)
     assert syncs == {"critic": [False, True] * 2, "generator": [False, True] * 2}
+
+
+def test_the_order_in_which_blocks_name_models_does_not_tell_their_groups_apart() -> None:
+    one = gate(2)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    syncs = []
+    for index in Loader(one, 4):
+        with Block(one, (first, second) if index % 2 else (second, first)):
+            syncs.append(one.frame.sync)
+    assert syncs == [False, True] * 2
+
+
+@pytest.mark.parametrize("looped", [True, False], ids=["in a loader", "without a loader"])
+def test_a_block_inside_of_a_block_is_the_same_micro_batch(looped: bool, entered: list[bool]) -> None:
+    one, model = gate(3, entered), nn.Linear(1, 1)
+    inner = Block(one, (model,))  # a decorator is entered again and again
+    seen = []
+    for _ in Loader(one, 6) if looped else range(6):
+        with Block(one, (model,)):
+            with inner, inner:
+                assert one.named == (model,)
+            seen.append((one.frame.sync, one.frame.size))
+            assert one.named == (model,)
+    assert seen == [(False, 3), (False, 3), (True, 3)] * 2
+    assert (one.blocks, one.named) == ([], ())
+
+
+def test_a_block_around_a_loop_leaves_the_loops_blocks_their_own_micro_batches() -> None:
+    one, model = gate(2), nn.Linear(1, 1)
+    with Block(one, (model,)):
+        seen = walk(one, Loader(one, 4), (nn.Linear(1, 1),))
+    assert [sync for sync, _, _ in seen] == [False, True] * 2
+
+
+def test_blocks_of_different_models_inside_of_each_other_are_refused() -> None:
+    one, model = gate(2), nn.Linear(1, 1)
+    message = "accumulate for Linear was entered inside of accumulate for all models"
+    with pytest.raises(DrivetrainError, match=message), Block(one, ()), Block(one, (model,)):
+        pass
+    assert (one.blocks, one.named) == ([], ())
+    one.set_steps(1)
+    with Block(one, ()), Block(one, (model,)):  # nothing is counted
+        assert one.named == (model,)
 
 
 def test_an_evaluation_loop_inside_a_micro_batch_leaves_the_group_alone() -> None:

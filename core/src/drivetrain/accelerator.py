@@ -253,6 +253,7 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
             model: A prepared model; None: all of them.
         """
         models = self.known.wrapped_models if model is None else [model]
+        self.known.check_returned(models)
         with self._accumulate(self.run, models, False):
             yield
 
@@ -263,6 +264,7 @@ class Accelerator(ProcessMixin, CollectivesMixin, LoadersMixin, CheckpointMixin,
         Args:
             model: A prepared model.
         """
+        self.known.check_returned([model])
         with self.run.hooks.sync_in_backward(run=self.run, model=model):
             yield
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import attrs
 from torch import nn
 
+from drivetrain.errors import DrivetrainError
 from drivetrain.validators import at_least, one_of
 
 __all__ = ["Accumulation", "Block", "Frame", "GradientAccumulationPlugin"]
@@ -46,6 +47,11 @@ class GradientAccumulationPlugin:
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     short_group: Literal["mean", "fixed"] = attrs.field(default="mean", validator=one_of("mean", "fixed"), kw_only=True)
+
+
+def _key(models: Sequence[nn.Module]) -> tuple[int, ...]:
+    """What tells the groups of blocks apart; in which order a block names its models does not."""
+    return tuple(sorted(map(id, models)))
 
 
 @attrs.define(eq=False)
@@ -76,6 +82,14 @@ class Frame:
     """That group, once it was looked up."""
 
 
+class _Entered(NamedTuple):
+    """A block that was entered: its models, the backend's context if it opened one, and its micro-batch."""
+
+    models: Sequence[nn.Module]
+    context: contextlib.AbstractContextManager[Any] | None
+    batch: int
+
+
 class Block(contextlib.ContextDecorator):
     """One micro-batch of a group. A class, since a generator would cost three times as much on every step.
 
@@ -87,17 +101,23 @@ class Block(contextlib.ContextDecorator):
     def __init__(self, gate: Accumulation, models: Sequence[nn.Module]) -> None:
         self._gate = gate
         self._models = models
-        self._context: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
-        self._context = self._gate.begin(self._models)
-        if self._context is not None:
-            self._context.__enter__()
-        self._gate.named = self._models
+        gate, context = self._gate, None
+        if gate.blocks and gate.blocks[-1].batch == gate.frame.batch:
+            gate.check_inner(self._models)  # it belongs to the outer one's micro-batch, which is counted already
+        else:
+            context = gate.begin(self._models)
+        if context is not None:
+            context.__enter__()
+        gate.blocks.append(_Entered(self._models, context, gate.frame.batch))
+        gate.named = self._models
 
     def __exit__(self, *error: Any) -> bool | None:
-        self._gate.named = ()
-        return None if self._context is None else self._context.__exit__(*error)
+        blocks = self._gate.blocks
+        context = blocks.pop().context
+        self._gate.named = blocks[-1].models if blocks else ()
+        return None if context is None else context.__exit__(*error)
 
 
 class Accumulation:
@@ -126,6 +146,8 @@ class Accumulation:
         self._groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
         self._blocks: dict[tuple[int, ...], _Group] = {}
         self._batches = 0
+        self.blocks: list[_Entered] = []
+        """Blocks that are entered now, the innermost last."""
         self.named: Sequence[nn.Module] = ()
         """Models the current block named; empty: all."""
 
@@ -192,7 +214,7 @@ class Accumulation:
         if self.steps == 1:
             frame.sync, frame.size, frame.rescale = True, 1, 1.0
             return None
-        key = tuple(map(id, models))
+        key = _key(models)
         group = self._blocks.get(key)
         if group is None:
             group = self._blocks[key] = _Group()
@@ -202,6 +224,21 @@ class Accumulation:
             return None  # the loader opened the same one, for loops without blocks
         self._close()
         return self._context(last)
+
+    def check_inner(self, models: Sequence[nn.Module]) -> None:
+        """A block is entered inside of another, in the same micro-batch.
+
+        Raises:
+            DrivetrainError: It names other models, for which this micro-batch may not be the last of its group.
+        """
+        outer = self.blocks[-1].models
+        if self.steps > 1 and _key(models) != _key(outer):
+            names = [", ".join(type(model).__name__ for model in each) or "all models" for each in (models, outer)]
+            raise DrivetrainError(
+                f"accumulate for {names[0]} was entered inside of accumulate for {names[1]}: their groups of "
+                f"micro-batches are counted apart, so one block can't be inside of the other. Name all of them in one "
+                f"block, accelerator.accumulate(a, b), or let one block follow the other"
+            )
 
     # ----------------------------------------------------------------------------------------------------- counting
 
@@ -286,7 +323,7 @@ class Accumulation:
         self._batches = state["batches"]
         for saved in state["blocks"]:
             if all(position in range(len(models)) for position in saved["models"]):
-                key = tuple(id(models[position]) for position in saved["models"])
+                key = _key([models[position] for position in saved["models"]])
                 self._blocks[key] = _Group(saved["begun"], saved["size"])
         for saved in state["loaders"]:
             if saved["loader"] in range(len(loaders)):

@@ -185,6 +185,8 @@ class Gradients:
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         """See ``Accelerator.clip_grad_norm_``; gradients are finished."""
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be a number from 0; got {max_norm}")
         check_clipping(self.run, self.models, parameters, norm_type)
         try:
             norm: Tensor = self._clip_grad_norm(self.run, parameters, max_norm, norm_type)
@@ -267,9 +269,20 @@ class Gradients:
 
 
 def as_parameter_list(parameters: Any) -> list[nn.Parameter]:
-    """What torch's clipping functions accept, as a list: one tensor, or an iterable of tensors."""
+    """What torch's clipping functions accept, as a list: one tensor, or an iterable of tensors.
+
+    Raises:
+        TypeError: It is something else.
+    """
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if isinstance(parameters, nn.Module):
         raise TypeError(f"clipping takes parameters, not a model; pass {type(parameters).__name__}'s .parameters()")
-    return list(parameters)
+    found = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    if found and not isinstance(found[0], Tensor):
+        of_what = "" if found[0] is parameters else f" of {type(found[0]).__name__}"
+        raise TypeError(
+            f"clipping takes a tensor or an iterable of tensors, such as model.parameters(); got "
+            f"{type(parameters).__name__}{of_what}"
+        )
+    return found

@@ -125,9 +125,7 @@ class Prepared:
             if id(model) in self._returned:
                 continue
             if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"only models can be named here, each as an argument of its own; got {type(model).__name__}"
-                )
+                raise TypeError(f"only models can be named, each as an argument of its own; got {type(model).__name__}")
             if any(model is known.original and model is not known.wrapped for known in self.models):
                 raise DrivetrainError(
                     f"this {type(model).__name__} is the model that was given to prepare, not the one it returned; "

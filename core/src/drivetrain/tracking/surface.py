@@ -58,8 +58,11 @@ class TrackingMixin:
 
         Raises:
             DrivetrainError: The trackers were started before.
+            TypeError: ``project_name`` is no text.
             ValueError: ``init_kwargs`` names a tracker that ``log_with`` does not.
         """
+        if not isinstance(project_name, str):
+            raise TypeError(f"init_trackers takes the name of a project first; got {project_name!r}")
         if self._started:
             raise DrivetrainError("the trackers are running already; end_training() ends them")
         given = init_kwargs or {}
