@@ -234,13 +234,18 @@ def test_one_loader_can_be_iterated_twice_at_once() -> None:
     assert loader.epoch == 1
 
 
-def test_a_loader_goes_away_with_its_last_reference() -> None:
-    loader = prepare(DataLoader(range(6), batch_size=2))
-    list(loader)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_a_loader_goes_away_with_its_last_reference(broken_off: bool, workers: int) -> None:
+    loader = prepare(DataLoader(range(12), batch_size=2, num_workers=workers))
+    iterator = iter(loader)
+    next(iterator)
+    if not broken_off:
+        list(iterator)
     inner = weakref.ref(loader._feed.inner)
     gc.disable()
     try:
-        del loader
+        del loader, iterator
         assert inner() is None  # else kept workers are waited for, seconds each
     finally:
         gc.enable()

@@ -148,8 +148,7 @@ class IndexFeed:
         planned = self._rounds(seed, epoch)
         current = self._plan.current = _Pass(islice(planned, start, None) if start else planned)
         # By position, so that a resumed pass draws what the unbroken one would have.
-        positions = itertools.count(start * self._batches_of_a_round)
-        seeds = (derive_seed(seed, epoch, "items", self._rank, position) for position in positions)
+        seeds = _seeds(seed, epoch, self._rank, start * self._batches_of_a_round)
         if self._in_workers:
             current.seeds = seeds
         self._generator.manual_seed(derive_seed(seed, epoch, "workers", self._rank, start))
@@ -208,6 +207,12 @@ class IndexFeed:
             f"accumulation finds its last group; correct its __len__",
             stacklevel=3,
         )
+
+
+def _seeds(seed: int, epoch: int, rank: int, position: int) -> Iterator[int]:
+    """What each batch is drawn from, from one position on. It knows no feed, for the reason given at the sampler."""
+    for each in itertools.count(position):
+        yield derive_seed(seed, epoch, "items", rank, each)
 
 
 def _joined(loaded: list[Any]) -> Any:
